@@ -1,0 +1,73 @@
+"""Settings from the environment, read once per ``init_rpc``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from farprop.errors import UsageError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What ``FARPROP_*`` variables say."""
+
+    transport: str = "auto"
+    interface: str | None = None
+    port_range: tuple[int, int] | None = None
+    secret: str | None = None
+    secret_file: str | None = None
+    insecure: bool = False
+    max_message_bytes: int = 16 * GIB
+    shm_pool_bytes: int = GIB
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] = os.environ) -> Settings:
+        """Read and check the variables; a bad one is a ``UsageError`` that names it."""
+        transport = env.get("FARPROP_TRANSPORT", "auto")
+        if transport not in ("auto", "tcp"):
+            raise UsageError(
+                f"FARPROP_TRANSPORT={transport!r} is not known: use 'auto' (Unix sockets and shared memory "
+                "within a host, TCP between hosts) or 'tcp' (TCP alone)."
+            )
+        return cls(
+            transport=transport,
+            interface=env.get("FARPROP_INTERFACE") or None,
+            port_range=_port_range(env.get("FARPROP_PORT_RANGE")),
+            secret=env.get("FARPROP_SECRET") or None,
+            secret_file=env.get("FARPROP_SECRET_FILE") or None,
+            insecure=env.get("FARPROP_INSECURE", "") not in ("", "0"),
+            max_message_bytes=_bytes(env, "FARPROP_MAX_MESSAGE_BYTES", cls.max_message_bytes),
+            shm_pool_bytes=_bytes(env, "FARPROP_SHM_POOL_BYTES", cls.shm_pool_bytes),
+        )
+
+
+def _port_range(text: str | None) -> tuple[int, int] | None:
+    if not text:
+        return None
+    first, dash, last = text.partition("-")
+    try:
+        low, high = int(first), int(last if dash else first)
+    except ValueError:
+        low, high = 0, -1
+    if not 1 <= low <= high <= 65535:
+        raise UsageError(
+            f"FARPROP_PORT_RANGE={text!r} is not a range of ports: write it as FIRST-LAST, such as 20000-20100."
+        )
+    return low, high
+
+
+def _bytes(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name)
+    if not text:
+        return default
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise UsageError(f"{name}={text!r} is not a number of bytes.")
+    return value

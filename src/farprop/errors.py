@@ -1,0 +1,53 @@
+"""The errors a user can meet. The type says whose fault it was.
+
+Every one is a ``RuntimeError``, because that is what code written for ``torch.distributed.rpc`` catches.
+A function's own exception is not here: it arrives as its own type.
+"""
+
+from __future__ import annotations
+
+
+class FarpropError(RuntimeError):
+    """Base of all errors that farprop itself raises."""
+
+
+class UsageError(FarpropError):
+    """Farprop was used wrongly here: not initialised, an unknown worker, a bad setting."""
+
+
+class RpcTimeoutError(FarpropError, TimeoutError):
+    """No answer came within the call's deadline. The function may still run, or have run."""
+
+
+class ConnectionLostError(FarpropError, ConnectionError):
+    """The other worker could not be reached, or went away before it answered."""
+
+
+class RemoteError(FarpropError):
+    """A function raised on another worker and its exception could not be rebuilt here.
+
+    ``worker`` is where it ran, ``type_name`` the exception's class, ``remote_traceback`` the text of both.
+    """
+
+    def __init__(
+        self, message: str, worker: str = "", type_name: str = "", remote_traceback: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.type_name = type_name
+        self.remote_traceback = remote_traceback
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.args[0], self.worker, self.type_name, self.remote_traceback)
+
+
+class ProtocolError(FarpropError):
+    """A peer sent bytes that break farprop's protocol. Only its connection is closed."""
+
+
+class AuthenticationError(FarpropError):
+    """A peer could not prove that it knows the job's secret, or refused our proof."""
+
+
+class RendezvousError(FarpropError):
+    """The workers of the job did not come together."""

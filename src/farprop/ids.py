@@ -1,0 +1,53 @@
+"""Who is who: the name and number of a worker."""
+
+from __future__ import annotations
+
+import re
+
+from farprop.errors import UsageError
+
+MAX_NAME_LENGTH = 128
+_NAME = re.compile(r"[A-Za-z0-9_\-:]+")
+
+
+class WorkerInfo:
+    """A worker's name and its number in the job (its rank)."""
+
+    __slots__ = ("id", "name")
+
+    name: str
+    id: int
+
+    def __init__(self, name: str, id: int) -> None:
+        check_worker_name(name)
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "id", int(id))
+
+    def __setattr__(self, attribute: str, value: object) -> None:
+        raise AttributeError(f"WorkerInfo is read-only: can't set {attribute!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WorkerInfo) and self.id == other.id and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.id))
+
+    def __repr__(self) -> str:
+        return f"WorkerInfo(id={self.id}, name={self.name})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return WorkerInfo, (self.name, self.id)
+
+
+def check_worker_name(name: str) -> None:
+    """Refuse a name that could not be written into a log line or a profiler key."""
+    if not name:
+        raise UsageError("A worker's name must be non-empty. Give init_rpc a name such as 'worker0'.")
+    if len(name) >= MAX_NAME_LENGTH:
+        raise UsageError(
+            f"A worker's name must be shorter than {MAX_NAME_LENGTH} characters, but {name[:20]!r}... has {len(name)}."
+        )
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"Worker name must match {_NAME.pattern} (letters, digits, '_', '-' and ':'), but it is {name!r}."
+        )

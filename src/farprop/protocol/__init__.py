@@ -1,0 +1,1 @@
+"""State machines: events in, decisions out. No sockets, threads or clocks here."""

@@ -1,0 +1,187 @@
+"""Calls between workers: a drop-in for ``torch.distributed.rpc``.
+
+::
+
+    import farprop.rpc as rpc
+    rpc.init_rpc("worker0", rank=0, world_size=2)
+    y = rpc.rpc_sync("worker1", torch.add, args=(a, b))
+    rpc.shutdown()
+"""
+
+from __future__ import annotations
+
+import logging
+import numbers
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from farprop.errors import UsageError
+from farprop.ids import WorkerInfo, check_worker_name
+from farprop.rpc import api, backend_registry, constants, functions, internal, options
+from farprop.rpc.api import (
+    AllGatherStates,
+    _all_gather,
+    _barrier,
+    _get_current_rpc_agent,
+    _get_debug_info,
+    _is_current_rpc_agent_set,
+    _set_rpc_timeout,
+    _use_rpc_pickler,
+    _wait_all,
+    _wait_all_workers,
+    enable_gil_profiling,
+    get_rpc_timeout,
+    get_worker_info,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
+from farprop.rpc.backend_registry import (
+    BackendType,
+    BackendValue,
+    backend_registered,
+    construct_rpc_backend_options,
+    init_backend,
+    register_backend,
+)
+from farprop.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from farprop.runtime.agent import Agent as TensorPipeAgent
+
+__all__ = [
+    "AllGatherStates",
+    "BackendType",
+    "BackendValue",
+    "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
+    "WorkerInfo",
+    "backend_registered",
+    "construct_rpc_backend_options",
+    "functions",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_backend",
+    "init_rpc",
+    "is_available",
+    "register_backend",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+RpcAgent = TensorPipeAgent
+_UNSET_RPC_TIMEOUT = constants.UNSET_RPC_TIMEOUT
+
+_log = logging.getLogger("farprop.rpc")
+_init_lock = threading.Lock()
+_init_count = 0
+# The last rendezvous and its store. They live until the next one has begun: when this process carries the store, workers that
+# are still reading from it, or come back for another init_rpc at the same address, must find it.
+_meeting: Any = None
+
+
+def is_available() -> bool:
+    """Whether this build can make calls. Farprop always can."""
+    return True
+
+
+def init_rpc(
+    name: str,
+    backend: Any = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """Make this process a worker: it can call others and be called when this returns.
+
+    Args:
+        name: unique in the job; letters, digits, ``_``, ``-`` and ``:``.
+        backend: a member of ``BackendType``; the default is farprop's own.
+        rank: unique in the job, from 0.
+        world_size: how many workers there are; this call returns when all have come. Without it, workers come and go.
+        rpc_backend_options: threads, default timeout, and where workers meet.
+    """
+    backend, chosen = _backend_and_options(backend, rpc_backend_options)
+    check_worker_name(name)
+    if _is_current_rpc_agent_set():
+        raise UsageError("RPC is already initialized. Call farprop.rpc.shutdown before init_rpc.")
+    global _init_count
+    with _init_lock:
+        store, rank, world_size = _open_store(chosen, rank, world_size)
+        store = dist.PrefixStore(f"rpc_prefix_{_init_count}", store)
+        _init_rpc_backend(backend, store, name, rank, world_size, chosen)
+        # Counted only when it worked: a worker that tries again meets those that still wait.
+        _init_count += 1
+
+
+def _backend_and_options(backend: Any, given: RpcBackendOptions | None) -> tuple[Any, Any]:
+    known = backend_registry.BackendType
+    if backend is not None and not isinstance(backend, known):
+        raise TypeError("Argument backend must be a member of BackendType")
+    if given is not None and not isinstance(given, RpcBackendOptions):
+        raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
+    if backend is None and given is not None:
+        for candidate in known:
+            if isinstance(given, type(construct_rpc_backend_options(candidate))):
+                backend = candidate
+                break
+        else:
+            raise TypeError(f"Could not infer backend for options {given}")
+    if backend is None:
+        backend = known["TENSORPIPE"]
+    return backend, given if given is not None else construct_rpc_backend_options(backend)
+
+
+def _open_store(chosen: Any, rank: int, world_size: int | None) -> tuple[dist.Store, int, int | None]:
+    """The store where workers meet, and this worker's rank and the world size as they are found there."""
+    global _meeting
+    if isinstance(chosen.init_method, dist.Store):
+        store = chosen.init_method
+        if rank < 0:
+            raise ValueError("rank parameter missing: with a Store, pass rank (and world_size) to init_rpc.")
+    elif not world_size:
+        store = dist._create_store_from_options(chosen, rank)
+        world_size = None
+        _meeting = store
+    else:
+        if rank != -1 and not 0 <= rank < world_size:
+            raise ValueError(f"rank must be from 0 to world_size - 1 = {world_size - 1}, but it is {rank}.")
+        meeting = dist.rendezvous(chosen.init_method, rank=rank, world_size=world_size)
+        store, rank, world_size = next(meeting)
+        _meeting = meeting, store
+    store.set_timeout(timedelta(seconds=chosen.rpc_timeout or 300.0))
+    return store, rank, world_size
+
+
+def _init_rpc_backend(
+    backend: Any = None,
+    store: Any = None,
+    name: str | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: Any = None,
+) -> None:
+    """Start a backend on a store that the caller has opened."""
+    for argument, value, kind in (
+        ("backend", backend, backend_registry.BackendType),
+        ("store", store, dist.Store),
+        ("name", name, str),
+        ("rank", rank, numbers.Integral),
+        ("world_size", world_size, (numbers.Integral, type(None))),
+        ("rpc_backend_options", rpc_backend_options, RpcBackendOptions),
+    ):
+        if not isinstance(value, kind):
+            raise RuntimeError(f"Argument {argument} must be of type {kind} but got {value!r}")
+    if _is_current_rpc_agent_set():
+        raise UsageError("RPC is already initialized. Call farprop.rpc.shutdown before init_rpc.")
+    agent = backend_registry.init_backend(
+        backend,
+        store=store,
+        name=name,
+        rank=rank,
+        world_size=world_size,
+        rpc_backend_options=rpc_backend_options,
+    )
+    api._init_rpc_states(agent)

@@ -1,0 +1,323 @@
+"""Calls between workers, under the names of ``torch.distributed.rpc.api``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from farprop.errors import UsageError
+from farprop.ids import WorkerInfo
+from farprop.protocol.quiescence import Quiescence, Report
+from farprop.rpc import internal
+from farprop.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from farprop.rpc.internal import PythonUDF, RPCExecMode, _build_rpc_profiling_key, _internal_rpc_pickler
+from farprop.runtime import current, profiling
+from farprop.runtime.agent import Agent
+from farprop.runtime.current import current_agent
+from farprop.runtime.futures import Future
+from farprop.runtime.gather import AllGatherStates, Gatherings, gather
+from farprop.runtime.profiling import Session
+from farprop.wire.frames import SYSTEM
+
+__all__ = ["AllGatherStates", "get_worker_info", "rpc_async", "rpc_sync", "shutdown"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_log = logging.getLogger("farprop.rpc")
+
+_default_pickler: Any = _internal_rpc_pickler
+_thread_local_var = threading.local()
+_gatherings = Gatherings()
+_profiler_enabled = torch.autograd._profiler_enabled
+
+_get_current_rpc_agent = current_agent
+_is_current_rpc_agent_set = current.is_agent_set
+
+
+def _require_initialized(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    @functools.wraps(function)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        current_agent()
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+@contextlib.contextmanager
+def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
+    """Encode calls with another pickler, derived from ``internal._InternalRPCPickler``."""
+    global _default_pickler
+    _default_pickler = rpc_pickler
+    try:
+        yield
+    finally:
+        _default_pickler = _internal_rpc_pickler
+
+
+@contextlib.contextmanager
+def _wait_all() -> Iterator[None]:
+    """Wait at the end of the block for all futures that ``rpc_async`` returned in it, on this thread."""
+    _thread_local_var.future_list = []
+    try:
+        yield
+    finally:
+        futures = _thread_local_var.future_list
+        del _thread_local_var.future_list
+        torch.futures.wait_all(futures)
+
+
+# Starting
+
+
+def _init_rpc_states(agent: Any) -> None:
+    global _gatherings
+    if not _is_current_rpc_agent_set():
+        _set_and_start_rpc_agent(agent)
+    _gatherings = Gatherings()
+
+
+def _set_and_start_rpc_agent(agent: Any) -> None:
+    current.set_agent(agent)
+
+
+def _reset_current_rpc_agent() -> None:
+    current.reset_agent()
+
+
+# Who is who
+
+
+@_require_initialized
+def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
+    """The ``WorkerInfo`` of the worker with this name (or id); of this worker if none is given."""
+    return current_agent().get_worker_info(worker_name)
+
+
+def _to_worker_info(to: Any) -> WorkerInfo:
+    if isinstance(to, WorkerInfo):
+        return to
+    if isinstance(to, str | int):
+        return get_worker_info(to)
+    raise ValueError(f"Cannot get WorkerInfo from {to!r}: give a worker's name, rank or WorkerInfo.")
+
+
+# Calls
+
+
+def rpc_sync(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: tuple[Any, ...] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Any:
+    """Run ``func(*args, **kwargs)`` on worker ``to`` and return its result.
+
+    Args:
+        to: the worker's name, rank or ``WorkerInfo``.
+        func: a function, method, class, torch operator, TorchScript function, ``async def`` function or lambda.
+        timeout: seconds to wait for the result; 0 for ever. Unset, the process's default holds.
+
+    Raises what ``func`` raised, as its own type; ``RpcTimeoutError`` when there is no answer in time;
+    ``ConnectionLostError`` when the worker is gone.
+    """
+    agent = current_agent()
+    if type(to) is not str:
+        to = _to_worker_info(to)
+    if not callable(func):
+        raise TypeError("function should be callable.")
+    if _profiler_enabled() and (session := profiling.session()) is not None:
+        return _call_profiled(agent, session, RPCExecMode.SYNC, to, func, args, kwargs, timeout).wait()
+    if _default_pickler is not _internal_rpc_pickler:
+        func, args, kwargs = _with_own_pickler(func, args, kwargs)
+    return agent.call_sync(to, func, tuple(args) if args else (), kwargs or {}, timeout)
+
+
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: tuple[Any, ...] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> torch.futures.Future[Any]:
+    """Run ``func(*args, **kwargs)`` on worker ``to``; returns a future of its result at once.
+
+    Arguments are as for :func:`rpc_sync`. Don't change the tensors in ``args`` before the future is done: large ones may
+    still be on their way.
+    """
+    agent = current_agent()
+    if type(to) is not str:
+        to = _to_worker_info(to)
+    if not callable(func):
+        raise TypeError("function should be callable.")
+    if _profiler_enabled() and (session := profiling.session()) is not None:
+        future = _call_profiled(agent, session, RPCExecMode.ASYNC, to, func, args, kwargs, timeout)
+    else:
+        if _default_pickler is not _internal_rpc_pickler:
+            func, args, kwargs = _with_own_pickler(func, args, kwargs)
+        future = agent.new_future()
+        agent.call_async(to, func, tuple(args) if args else (), kwargs or {}, timeout, future)
+    if hasattr(_thread_local_var, "future_list"):
+        _thread_local_var.future_list.append(future)
+    return future
+
+
+def _call_profiled(
+    agent: Agent, session: Session, mode: RPCExecMode, to: Any, func: Any, args: Any, kwargs: Any, timeout: float
+) -> Future:
+    shown = torch.jit._builtins._find_builtin(func)
+    if shown is None and isinstance(func, torch.jit.ScriptFunction):
+        shown = torch._jit_internal._qualified_name(func)
+    elif shown is None:
+        shown = getattr(func, "__qualname__", type(func).__qualname__)
+    key = _build_rpc_profiling_key(mode, shown, agent.get_worker_info().name, agent.get_worker_info(to).name)
+    future = agent.new_future()
+    agent.call_profiled(to, func, tuple(args) if args else (), kwargs or {}, timeout, future, session, key)
+    return future
+
+
+def _with_own_pickler(func: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    pickled = _default_pickler.serialize(PythonUDF(func, args or (), kwargs or {}))
+    return internal.run_pickled, pickled, {}
+
+
+def get_rpc_timeout() -> float:
+    """The process's default timeout of calls, in seconds; 0 is for none."""
+    return current_agent().rpc_timeout
+
+
+def _set_rpc_timeout(timeout: float) -> None:
+    """Set the process's default timeout of calls, in seconds; 0 is for none. Calls under way keep theirs."""
+    if timeout < 0:
+        raise ValueError(f"A timeout is 0 (none) or more seconds, not {timeout}.")
+    current_agent().rpc_timeout = float(timeout)
+
+
+# Gatherings. The next two run on other workers, found by name.
+
+
+def _gather_to_leader(
+    sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None
+) -> None:
+    names = worker_names or {info.name for info in current_agent().get_worker_infos()}
+    _gatherings.hear(sequence_id, worker_name, obj, names)
+
+
+def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
+    _gatherings.conclude(sequence_id, objects_map)
+
+
+@_require_initialized
+def _all_gather(
+    obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> dict[str, Any]:
+    """Every worker's ``obj`` by name, on every worker. All of ``worker_names`` (default: all) have to call it."""
+    return _gather(obj, worker_names, timeout)
+
+
+def _gather(obj: Any, worker_names: Iterable[str] | None, timeout: float, flags: int = 0) -> dict[str, Any]:
+    agent = current_agent()
+    names = set(worker_names or (info.name for info in agent.get_worker_infos()))
+    return gather(agent, _gatherings, obj, names, timeout, _gather_to_leader, _broadcast_to_followers, flags)
+
+
+@_require_initialized
+def _barrier(worker_names: Iterable[str]) -> None:
+    """Wait until all of ``worker_names`` are here."""
+    try:
+        _all_gather(None, set(worker_names))
+    except RuntimeError:
+        _log.exception("Failed to complete barrier")
+
+
+@_require_initialized
+def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Wait until every worker of the job is here."""
+    try:
+        _all_gather(None, timeout=timeout)
+    except RuntimeError:
+        _log.error("not all workers came to the shutdown")
+        raise
+
+
+# Ending
+
+
+def _delete_all_user_and_unforked_owner_rrefs() -> None:
+    """Remote references give up what they hold here. There are none yet."""
+
+
+@_require_initialized
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Leave the job and stop farprop on this worker. ``init_rpc`` may be called again after it.
+
+    Args:
+        graceful: wait until every worker has called ``shutdown`` and all work everywhere is done. If not, stop now: open
+            calls fail, here and at those who called us.
+        timeout: seconds to wait for the others; 0 as long as they live. A worker that died ends the wait with an error, and
+            this worker is shut down all the same.
+    """
+    agent = current_agent()
+    try:
+        if graceful:
+            if getattr(agent, "is_static_group", True):
+                _wait_all_workers(timeout)
+                _delete_all_user_and_unforked_owner_rrefs()
+                _wait_for_all_work(agent, timeout)
+            else:
+                _wait_for_own_work(agent, timeout)
+                agent.leave()
+    finally:
+        _finalize_shutdown()
+
+
+def _finalize_shutdown() -> None:
+    agent = current_agent()
+    _reset_current_rpc_agent()
+    agent.shutdown()
+
+
+def _wait_for_all_work(agent: Agent, timeout: float) -> None:
+    """Rounds of reports until all workers agree that nothing is left to do."""
+    deadline = time.monotonic() + timeout if timeout else 0.0
+    machine = Quiescence()
+    while True:
+        _pause_until(lambda: agent.idle, 0.05)
+        left = max(0.001, deadline - time.monotonic()) if deadline else 0.0
+        report = Report(agent.requests_sent, agent.idle)
+        if machine.round(_gather(report, None, left, SYSTEM)):
+            return
+
+
+def _wait_for_own_work(agent: Agent, timeout: float) -> None:
+    deadline = time.monotonic() + timeout if timeout else 0.0
+    while not _pause_until(lambda: agent.idle, 0.05):
+        if deadline and time.monotonic() > deadline:
+            raise UsageError(f"Calls of this worker are still under way after {timeout:.1f} s of shutdown.")
+
+
+def _pause_until(ready: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not ready():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def _get_debug_info() -> dict[str, str]:
+    """What this worker is doing, as text by key."""
+    return dict(current_agent().get_debug_info())
+
+
+def enable_gil_profiling(flag: bool) -> None:
+    """Measure how long pool threads wait for the interpreter's lock; shown in the agent's debug info."""
+    current_agent().profile_gil(flag)

@@ -1,0 +1,89 @@
+"""Options of the backends."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+
+from farprop.rpc import constants
+
+Device: TypeAlias = int | str | torch.device
+
+
+class RpcBackendOptions:
+    """What every backend takes: the default timeout of calls in seconds (0: none), and where workers meet."""
+
+    def __init__(
+        self,
+        rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: Any = constants.DEFAULT_INIT_METHOD,
+    ) -> None:
+        if isinstance(rpc_timeout, bool) or not isinstance(rpc_timeout, int | float):
+            raise TypeError(
+                f"incompatible constructor arguments: rpc_timeout is a number of seconds, not {rpc_timeout!r}."
+            )
+        if rpc_timeout < 0:
+            raise ValueError(f"rpc_timeout must be 0 (none) or more seconds, not {rpc_timeout}.")
+        self.rpc_timeout = rpc_timeout
+        self.init_method = init_method
+
+
+class TensorPipeRpcBackendOptions(RpcBackendOptions):
+    """Options of farprop's backend, under the name that torch gives its own.
+
+    Args:
+        num_worker_threads: how many calls of others run here at once.
+        rpc_timeout: default timeout of calls in seconds; 0 is for none.
+        init_method: where workers meet: ``env://``, ``tcp://host:port``, ``file:///path``, or a c10d ``Store``.
+        device_maps: for each callee, which of its devices takes what is on a device here.
+        devices: local devices used by calls.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: Any = constants.DEFAULT_INIT_METHOD,
+        device_maps: dict[str, dict[Device, Device]] | None = None,
+        devices: list[Device] | None = None,
+        _transports: list[str] | None = None,
+        _channels: list[str] | None = None,
+    ) -> None:
+        # _transports and _channels name parts of TensorPipe; they are taken so that torch's code runs, and mean nothing here.
+        super().__init__(rpc_timeout, init_method)
+        if not isinstance(num_worker_threads, int) or num_worker_threads < 1:
+            raise ValueError(f"num_worker_threads must be 1 or more, not {num_worker_threads!r}.")
+        self.num_worker_threads = num_worker_threads
+        self.device_maps = {to: _to_device_map(device_map) for to, device_map in (device_maps or {}).items()}
+        self.devices = [torch.device(device) for device in devices or []]
+
+    def set_device_map(self, to: str, device_map: dict[Device, Device]) -> None:
+        """Add to the device map for the callee ``to``. A map must be one to one."""
+        merged = dict(self.device_maps.get(to, {}))
+        for source, target in _to_device_map(device_map).items():
+            if merged.get(source, target) != target:
+                raise ValueError(
+                    f"`set_device_map` only supports 1-to-1 mapping, trying to map {source} to {target} and {merged[source]}"
+                )
+            merged[source] = target
+        self.device_maps[to] = _to_device_map(merged)
+
+    def set_devices(self, devices: list[Device]) -> None:
+        """Set the local devices used by calls."""
+        self.devices = [torch.device(device) for device in devices]
+
+
+def _to_device_map(device_map: Any) -> dict[torch.device, torch.device]:
+    full: dict[torch.device, torch.device] = {}
+    sources: dict[torch.device, torch.device] = {}
+    for given_source, given_target in device_map.items():
+        source, target = torch.device(given_source), torch.device(given_target)
+        if target in sources:
+            raise ValueError(
+                f"`device_map` only supports 1-to-1 mapping, trying to map {source} and {sources[target]} to {target}"
+            )
+        full[source] = target
+        sources[target] = source
+    return full

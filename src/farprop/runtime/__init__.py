@@ -1,0 +1,1 @@
+"""Threads and process-wide state live here and nowhere else."""

@@ -1,0 +1,426 @@
+"""One worker: its connections, its server, and the calls it makes. The only object that knows all of the parts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from farprop.config import Settings
+from farprop.errors import AuthenticationError, ConnectionLostError, ProtocolError, UsageError
+from farprop.ids import WorkerInfo
+from farprop.protocol.handshake import READY, Dialler, Listener
+from farprop.protocol.roster import Entry
+from farprop.runtime import profiling, rendezvous
+from farprop.runtime.futures import Future
+from farprop.runtime.links import Link
+from farprop.runtime.loop import Loop
+from farprop.runtime.profiling import Session
+from farprop.runtime.secret import Secret, find_secret
+from farprop.runtime.serving import Server
+from farprop.transport import sockets
+from farprop.transport.connection import Connection
+from farprop.transport.segments import SegmentPool
+from farprop.wire.codec import decode, encode
+from farprop.wire.failures import decode_failure
+from farprop.wire.frames import ANSWER, PROFILED, Frame
+from farprop.wire.functions import name_of
+
+_log = logging.getLogger("farprop.agent")
+
+UNSET_TIMEOUT = -1.0
+_DIAL_SECONDS = 20.0
+_LAST_ANSWERS_SECONDS = 2.0
+_MIN_MEETING_SECONDS = 5.0
+_ENDLESS_MEETING_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """What the backend options say, as the agent needs it."""
+
+    num_worker_threads: int = 16
+    rpc_timeout: float = 60.0
+    master_host: str = "127.0.0.1"
+
+
+class Agent:
+    """A worker of a job. It listens from the start; ``join_group`` finds the others."""
+
+    def __init__(
+        self, store: dist.Store, name: str, rank: int, world_size: int | None, options: AgentOptions
+    ) -> None:
+        self.store = store
+        self.rpc_timeout = float(options.rpc_timeout)
+        self.is_static_group = world_size is not None
+        self._info = WorkerInfo(name, rank)
+        self._settings = Settings.from_env()
+        self._secret: Secret = find_secret(self._settings, rendezvous.job_of(store))
+        self._instance = secrets.token_hex(8)
+        self._identity = json.dumps([name, rank, self._instance]).encode()
+        self._pool = SegmentPool(self._settings.shm_pool_bytes)
+        self._net = sockets.network_namespace()
+        self._unix_allowed = self._settings.transport == "auto" and sockets.HAVE_UNIX
+        self._lock = threading.Lock()
+        self._links: dict[str, Link] = {}
+        self._dialling: dict[str, threading.Lock] = {}
+        self._entries: dict[str, Entry] = {}
+        self._joined = threading.Event()
+        self._world_size = world_size
+        self._place = 0
+        self._closed = False
+        self._sent_before = 0  # requests sent on links that are gone
+        self._loop = Loop(name, options.num_worker_threads)
+        self._server = Server(
+            self._loop,
+            name,
+            lambda: Listener(self._secret.key, self._identity, secrets.token_bytes(32)),
+            self._new_connection,
+            self._check_peer,
+            lambda peer: _log.info("%s: %s closed its connection", name, peer),
+            profiling.run_profiled,
+        )
+        try:
+            self._own_entry = self._listen(options)
+            self._loop.start(self._on_alarm)
+        except BaseException:
+            self.close()
+            raise
+
+    # Joining
+
+    def _listen(self, options: AgentOptions) -> Entry:
+        interface = self._settings.interface
+        host = (
+            sockets.interface_address(interface)
+            if interface is not None
+            else sockets.address_towards(options.master_host)
+        )
+        tcp = sockets.listen_tcp(host, self._settings.port_range)
+        self._server.listen(tcp)
+        unix = ""
+        if self._unix_allowed:
+            unix = f"farprop-{self._instance}"
+            self._server.listen(sockets.listen_unix(unix))
+        return Entry(
+            name=self._info.name,
+            rank=self._info.id,
+            world_size=self._world_size or 0,
+            instance=self._instance,
+            tcp=tcp.getsockname()[:2],
+            unix=unix,
+            net=self._net,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            fingerprint=self._secret.fingerprint,
+            own_secret=self._secret.file is not None,
+        )
+
+    def join_group(self) -> None:
+        """Meet the other workers. Returns when all are there, in a static group; raises if they can't be a group."""
+        if self._world_size is None:
+            self._place = rendezvous.enter(self.store, self._own_entry)
+            self._entries = rendezvous.members(self.store)
+        else:
+            timeout = max(self.rpc_timeout, _MIN_MEETING_SECONDS) if self.rpc_timeout else _ENDLESS_MEETING_SECONDS
+            try:
+                entries = rendezvous.meet(self.store, self._own_entry, timeout)
+            finally:
+                if self._info.id == 0:
+                    self._secret.remove_file()
+            self._entries = {entry.name: entry for entry in entries}
+        self._joined.set()
+
+    # Who is who
+
+    def get_worker_info(self, worker: str | int | WorkerInfo | None = None) -> WorkerInfo:
+        """This worker's info, or that of the worker with this name or id."""
+        if worker is None:
+            return self._info
+        if isinstance(worker, WorkerInfo):
+            return worker
+        found = self._find(worker)
+        if found is None and not self._joined.is_set():
+            # A peer that joined a moment before us has called a function here that looks around.
+            self._joined.wait(_DIAL_SECONDS)
+            found = self._find(worker)
+        if found is None and not self.is_static_group:
+            self._entries = rendezvous.members(self.store)
+            found = self._find(worker)
+        if found is None:
+            known = ", ".join(sorted(self._entries))
+            raise UsageError(f"{self._info.name} could not find destination {worker!r}. Workers of this job: {known}.")
+        return WorkerInfo(found.name, found.rank)
+
+    def _find(self, worker: str | int) -> Entry | None:
+        if isinstance(worker, str):
+            return self._entries.get(worker)
+        return next((entry for entry in self._entries.values() if entry.rank == worker), None)
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        if not self.is_static_group:
+            self._entries = rendezvous.members(self.store)
+        return [WorkerInfo(entry.name, entry.rank) for entry in self._entries.values()]
+
+    def _check_peer(self, identity: bytes) -> str:
+        """The name of a peer that has proved itself; refuses one that is not of this group."""
+        try:
+            name, _, instance = json.loads(identity)
+        except (ValueError, TypeError) as error:
+            raise ProtocolError(f"a peer's identity makes no sense: {error}") from error
+        known = self._entries.get(name)
+        if self._joined.is_set() and self.is_static_group and (known is None or known.instance != instance):
+            raise AuthenticationError(f"{name} knows the secret but is not a worker of this group")
+        return str(name)
+
+    # Connections
+
+    def _new_connection(
+        self, sock: socket.socket, peer: str, on_blocked: Callable[[Connection], None]
+    ) -> Connection:
+        shared = sock.family == socket.AF_UNIX
+        return Connection(sock, peer, shared, self._pool, self._settings.max_message_bytes, on_blocked)
+
+    def link(self, to: Any) -> Link:
+        """The connection to a worker, dialled if there is none."""
+        link = self._links.get(to) if type(to) is str else None
+        if link is None:
+            if type(to) is not str:
+                link = self._links.get(self.get_worker_info(to).name)
+                if link is not None:
+                    return link
+            link = self._dial(self.get_worker_info(to).name)
+        return link
+
+    def _dial(self, name: str) -> Link:
+        with self._lock:
+            gate = self._dialling.setdefault(name, threading.Lock())
+        with self._loop.blocked(), gate:
+            link = self._links.get(name)
+            if link is not None:
+                return link
+            if self._closed:
+                raise UsageError("RPC has been shut down on this worker.")
+            entry = self._entries.get(name)
+            if entry is None:
+                raise UsageError(f"{self._info.name} could not find destination {name!r}.")
+            link = Link(self._loop, name, self._on_lost)
+            deadline = time.monotonic() + _DIAL_SECONDS
+            try:
+                sock, _ = sockets.dial(
+                    entry, self._net, self._unix_allowed, deadline, partial(self._prove, entry)
+                )
+            except ConnectionLostError as error:
+                raise ConnectionLostError(
+                    f"Can't reach {name} ({entry.host}, pid {entry.pid}): {error}. It has shut down or died, or the "
+                    "network is cut."
+                ) from error
+            connection = self._new_connection(sock, name, link.want_output)
+            link.attach(connection)
+            with self._lock:
+                closed = self._closed
+                if not closed:
+                    self._links[name] = link
+            if closed:
+                link.lose("this worker shut down")
+                raise UsageError("RPC has been shut down on this worker.")
+            return link
+
+    def _prove(self, entry: Entry, sock: socket.socket) -> None:
+        machine = Dialler(self._secret.key, self._identity, secrets.token_bytes(32))
+        sock.sendall(machine.start())
+        while machine.state != READY:
+            data = sock.recv(512)
+            if not data:
+                raise AuthenticationError(
+                    f"{entry.name} closed the connection during the handshake: it does not know this job's secret, or is "
+                    "not of this job. All workers need the same FARPROP_SECRET."
+                )
+            reply = machine.receive(data)
+            if reply:
+                sock.sendall(reply)
+        name, _, instance = json.loads(machine.peer_identity)
+        if name != entry.name or instance != entry.instance:
+            raise ConnectionLostError(f"its address belongs to {name} of another start now")
+
+    def _on_lost(self, link: Link, reason: str) -> None:
+        _log.info("%s: lost the connection to %s: %s", self._info.name, link.peer, reason)
+        with self._lock:
+            if self._links.get(link.peer) is link:
+                del self._links[link.peer]
+                self._sent_before += link.sent
+
+    # Calls
+
+    def call_sync(
+        self, to: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float, flags: int = 0
+    ) -> Any:
+        link = self.link(to)
+        name = name_of(function)
+        encoded = encode((args, kwargs)) if name is not None else encode((function, args, kwargs))
+        if timeout == UNSET_TIMEOUT:
+            timeout = self.rpc_timeout
+        return value_of(link.call_sync(flags, name or b"", encoded, timeout))
+
+    def call_async(
+        self,
+        to: Any,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        future: torch.futures.Future[Any],
+        flags: int = 0,
+    ) -> None:
+        link = self.link(to)
+        name = name_of(function)
+        encoded = encode((args, kwargs)) if name is not None else encode((function, args, kwargs))
+        if timeout == UNSET_TIMEOUT:
+            timeout = self.rpc_timeout
+        link.call_async(flags, name or b"", encoded, timeout, partial(settle, future))
+
+    def call_profiled(
+        self,
+        to: Any,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        future: torch.futures.Future[Any],
+        session: Session,
+        key: str,
+    ) -> None:
+        """As ``call_async``, and what ran on the callee goes into the caller's profile before the future is done."""
+        link = self.link(to)
+        name = name_of(function)
+        encoded = encode((None if name is not None else function, args, kwargs, session.settings))
+        began = time.perf_counter()
+
+        def finish(frame: Frame | None, error: Exception | None) -> None:
+            value = remote = None
+            if frame is not None:
+                try:
+                    value, remote = value_of(frame)
+                except Exception as raised:
+                    error = raised
+            session.add_call(key, began, self._info.id, remote)
+            if error is None:
+                future.set_result(value)
+            else:
+                future.set_exception(error)
+
+        if timeout == UNSET_TIMEOUT:
+            timeout = self.rpc_timeout
+        link.call_async(PROFILED, name or b"", encoded, timeout, finish)
+
+    def new_future(self) -> Future:
+        future = Future()
+        future.loop = self._loop
+        return future
+
+    # Time
+
+    def _on_alarm(self, now: float) -> float:
+        times = [link.expire(now) for link in list(self._links.values())]
+        times.append(self._server.expire(now))
+        return min((t for t in times if t), default=0.0)
+
+    # State
+
+    @property
+    def idle(self) -> bool:
+        """No call of ours is open, and no request of others is unanswered."""
+        return not self._server.active and not any(link.open_calls for link in list(self._links.values()))
+
+    @property
+    def requests_sent(self) -> int:
+        with self._lock:
+            return self._sent_before + sum(link.sent for link in self._links.values())
+
+    def profile_gil(self, flag: bool) -> None:
+        """Measure how long pool threads wait for the interpreter's lock."""
+        self._server.gil_waits = [] if flag else None
+
+    def get_debug_info(self) -> dict[str, str]:
+        facts = self._loop.facts()
+        info = {
+            "agent.thread_pool_size": facts["limit"],
+            "agent.num_idle_threads": facts["idle"],
+            "agent.num_pending_requests": facts["queued"],
+            "agent.client_active_calls": sum(link.open_calls for link in list(self._links.values())),
+            "agent.server_active_calls": self._server.active,
+            "agent.shm_free_bytes": self._pool.free_bytes,
+        }
+        waits = self._server.gil_waits
+        if waits is not None:
+            info["agent.gil_average_wait_time_us"] = round(sum(waits) / max(len(waits), 1))
+        return {key: str(value) for key, value in info.items()}
+
+    # Ending
+
+    def leave(self) -> None:
+        """A dynamic group: tell the store that this worker is gone."""
+        if self._place:
+            try:
+                rendezvous.leave(self.store, self._own_entry, self._place)
+            except RuntimeError as error:
+                _log.info("%s: the store is gone already: %s", self._info.name, error)
+
+    def shutdown(self) -> None:
+        """Stop, once the answers that farprop's own gatherings owe to others are sent."""
+        end = time.monotonic() + _LAST_ANSWERS_SECONDS
+        while self._server.owes_system_answers and time.monotonic() < end:
+            time.sleep(0.0005)
+        self.close()
+
+    def abandon(self) -> None:
+        """In a forked child: close the descriptors, touch nothing else. The threads are the parent's."""
+        self._closed = True
+        for link in self._links.values():
+            link.abandon()
+        self._server.abandon()
+        self._loop.abandon()
+
+    def close(self, timeout: float = 2.0) -> None:
+        """Stop now: open calls fail, connections close, threads end."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            links = list(self._links.values())
+        for link in links:
+            link.lose("this worker shut down")
+        self._server.close()
+        self._loop.close(timeout)
+
+
+def value_of(frame: Frame) -> Any:
+    """What a call returns for this answer, or raises."""
+    if frame.kind == ANSWER:
+        return decode(frame.meta, frame.buffers)
+    raise decode_failure(frame.meta)
+
+
+def settle(future: torch.futures.Future[Any], frame: Frame | None, error: Exception | None) -> None:
+    """Complete a future with an answer or an error; its callbacks run here."""
+    if frame is not None:
+        try:
+            value = value_of(frame)
+        except Exception as raised:
+            error = raised
+        else:
+            future.set_result(value)
+            return
+    assert error is not None
+    future.set_exception(error)

@@ -1,0 +1,25 @@
+"""The future that ``rpc_async`` returns: torch's, but one that waits well on a thread of the pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from farprop.runtime.loop import Loop
+
+
+class Future(torch.futures.Future[Any]):
+    """A ``torch.futures.Future``. Waiting for it inside a called function does not use up a worker thread."""
+
+    loop: Loop | None = None
+
+    def wait(self) -> Any:
+        loop = self.loop
+        if loop is not None and loop.on_pool_thread() and not self.done():
+            if loop.holds_baton():
+                loop.lead_until(self.done, 0.0)
+            if not self.done():
+                with loop.blocked():
+                    return super().wait()
+        return super().wait()

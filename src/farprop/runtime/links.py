@@ -1,0 +1,396 @@
+"""Our side of a connection that we dialled: requests go out, answers come in.
+
+Who reads the answers: nobody, one waiting caller, or the loop. Rules that hold here:
+
+- Reading changes hands only under ``_lock``, and only one party reads at a time.
+- While calls are open somebody reads; when none are, nobody does, and the loop watches for hang-up alone.
+- User code (callbacks of futures) runs on threads of the pool, never on a caller that reads for itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import select
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from farprop.errors import ConnectionLostError, ProtocolError, RpcTimeoutError
+from farprop.protocol.calls import CallTable
+from farprop.runtime.loop import HANGUP, IN, OUT, SPIN, Loop, Spinner
+from farprop.transport.connection import Connection
+from farprop.transport.sockets import RECEIVE_TICK
+from farprop.wire.codec import Encoded
+from farprop.wire.frames import ANSWER, FAILURE, NOTICE, REQUEST, SYSTEM, Frame
+
+_now = time.monotonic
+_perf = time.perf_counter
+# A caller that has this much waiting in front of it waits, up to its deadline, before it adds more.
+_OUTBOX_LIMIT = 256 << 20
+
+
+class SyncCall:
+    """A caller that waits. ``bell`` rings when its answer is there, or when it is its turn to read."""
+
+    __slots__ = ("bell", "error", "frame")
+
+    def __init__(self) -> None:
+        self.frame: Frame | None = None
+        self.error: Exception | None = None
+        self.bell = threading.Lock()
+        self.bell.acquire()
+
+    def done(self) -> bool:
+        return self.frame is not None or self.error is not None
+
+    def ring(self) -> None:
+        try:
+            self.bell.release()
+        except RuntimeError:
+            pass  # rung already: a turn to read and the answer came together
+
+
+class FutureCall:
+    """A call whose outcome goes to ``finish(frame, error)`` on a thread of the pool."""
+
+    __slots__ = ("finish", "timeout")
+
+    def __init__(self, finish: Callable[[Frame | None, Exception | None], None], timeout: float) -> None:
+        self.finish = finish
+        self.timeout = timeout
+
+
+class _LoopReads:
+    """The value of ``_reader`` when the loop reads."""
+
+
+_LOOP = _LoopReads()
+
+
+def timeout_error(peer: str, timeout: float) -> RpcTimeoutError:
+    return RpcTimeoutError(
+        f"RPC ran for more than set timeout ({timeout * 1000:.0f} ms) without an answer from {peer}. It may still be "
+        "running there. Pass a larger timeout to the call, or 0 for none."
+    )
+
+
+class Link:
+    """See the module's rules."""
+
+    def __init__(self, loop: Loop, peer: str, on_lost: Callable[[Link, str], None]) -> None:
+        self.peer = peer
+        self.sent = 0
+        self._loop = loop
+        self._on_lost = on_lost
+        self._lock = threading.Lock()
+        self._ids = itertools.count(1)
+        self._calls: CallTable[SyncCall | FutureCall] = CallTable()
+        self._reader: SyncCall | _LoopReads | None = None
+        self._followers: dict[SyncCall, None] = {}  # callers that wait while somebody else reads, in order
+        self._wants_input = False
+        self._wants_output = False
+        self._hung_up = False
+        self._lost: str | None = None
+        self._spinner = Spinner()
+        self._connection: Connection
+
+    def attach(self, connection: Connection) -> None:
+        self._connection = connection
+        self._loop.add(connection.fd, HANGUP, self._on_events)
+
+    @property
+    def open_calls(self) -> int:
+        return len(self._calls)
+
+    # Calls
+
+    def call_sync(self, flags: int, name: bytes, encoded: Encoded, timeout: float) -> Frame:
+        """Send a request and wait for its answer. ``timeout`` 0 is for ever."""
+        call = SyncCall()
+        call_id = next(self._ids)
+        loop = self._loop
+        pooled = loop.on_pool_thread()
+        if self._connection.outbox_bytes > _OUTBOX_LIMIT:
+            self._wait_for_room(timeout)
+        with self._lock:
+            if self._lost is not None:
+                raise self._lost_error()
+            self._calls.open(call_id, call, None, 0.0)
+            if self._reader is not None:
+                self._followers[call] = None
+            elif pooled and loop.holds_baton():
+                self._loop_reads()
+            else:
+                self._reader = call
+            self.sent += not flags & SYSTEM
+        deadline = _now() + timeout if timeout else 0.0
+        try:
+            self._send(flags, call_id, timeout, name, encoded)
+            while not call.done():
+                if not pooled:
+                    self._await_answer(call, deadline)
+                elif self._reader is _LOOP and loop.holds_baton():
+                    if not loop.lead_until(call.done, deadline):
+                        loop.step_aside()
+                else:
+                    with loop.blocked():
+                        self._await_answer(call, deadline)
+                if deadline and not call.done() and _now() >= deadline:
+                    break
+        finally:
+            if not call.done() or call in self._followers:
+                self._leave(call, call_id)
+        if call.frame is not None:
+            return call.frame
+        if call.error is not None:
+            raise call.error
+        raise timeout_error(self.peer, timeout)
+
+    def call_async(
+        self,
+        flags: int,
+        name: bytes,
+        encoded: Encoded,
+        timeout: float,
+        finish: Callable[[Frame | None, Exception | None], None],
+    ) -> None:
+        """Send a request; ``finish`` is called once with its outcome."""
+        call = FutureCall(finish, timeout)
+        call_id = next(self._ids)
+        if self._connection.outbox_bytes > _OUTBOX_LIMIT:
+            self._wait_for_room(timeout)
+        deadline = _now() + timeout if timeout else 0.0
+        with self._lock:
+            if self._lost is not None:
+                raise self._lost_error()
+            nearest = self._calls.open(call_id, call, None, deadline)
+            if self._reader is None:
+                self._loop_reads()
+            self.sent += not flags & SYSTEM
+        if nearest:
+            self._loop.set_alarm(deadline)
+        try:
+            self._send(flags, call_id, timeout, name, encoded)
+        except BaseException:
+            with self._lock:
+                self._calls.answer(call_id)
+            raise
+
+    def expire(self, now: float) -> float:
+        """End the futures whose time is up; when to look again (0: not)."""
+        with self._lock:
+            expired = self._calls.expire(now)
+            following = self._calls.next_deadline()
+        for call in expired:
+            if isinstance(call, FutureCall):
+                self._loop.submit(call.finish, None, timeout_error(self.peer, call.timeout))
+        return following
+
+    def _send(self, flags: int, call_id: int, timeout: float, name: bytes, encoded: Encoded) -> None:
+        try:
+            self._connection.send(REQUEST, flags, call_id, timeout, name, encoded)
+        except ConnectionLostError as error:
+            self.lose(str(error))
+            raise
+
+    def _wait_for_room(self, timeout: float) -> None:
+        poller = select.poll()
+        poller.register(self._connection.fd, select.POLLOUT)
+        end = _now() + timeout
+        while self._connection.outbox_bytes > _OUTBOX_LIMIT and not self._connection.closed:
+            if timeout and _now() > end:
+                raise timeout_error(self.peer, timeout)
+            with self._loop.blocked():
+                poller.poll(20)
+
+    def _await_answer(self, call: SyncCall, deadline: float) -> None:
+        """Read if it is our turn, else sleep until somebody has read our answer or made it our turn."""
+        if self._reader is call:
+            self._read_for(call, deadline)
+        elif deadline:
+            call.bell.acquire(timeout=max(0.0, deadline - _now()))
+        else:
+            call.bell.acquire()
+
+    def _leave(self, call: SyncCall, call_id: int) -> None:
+        """The caller stops waiting: an answer that comes later finds nobody."""
+        with self._lock:
+            self._calls.answer(call_id)
+            self._followers.pop(call, None)
+            reading = self._reader is call
+        if reading:
+            self._hand_over()
+
+    # Reading
+
+    def _read_for(self, call: SyncCall, deadline: float) -> None:
+        """Read answers until ours is there or the time is up, then hand the reading on."""
+        connection, spinner = self._connection, self._spinner
+        try:
+            while not call.done():
+                frames: list[Frame] | None = []
+                if spinner.worth_it():
+                    end = _perf() + SPIN
+                    while True:
+                        try:
+                            frames = connection.receive(False)
+                            spinner.paid_off()
+                            break
+                        except BlockingIOError:
+                            if _perf() > end:
+                                spinner.failed()
+                                break
+                if not frames and frames is not None:
+                    try:
+                        if deadline and deadline - _now() < RECEIVE_TICK:
+                            poller = select.poll()
+                            poller.register(connection.fd, select.POLLIN)
+                            poller.poll(max(0.0, deadline - _now()) * 1000)
+                            frames = connection.receive(False)
+                        else:
+                            frames = connection.receive(True)
+                    except BlockingIOError:
+                        if deadline and _now() >= deadline:
+                            return
+                        continue
+                if frames is None:
+                    self.lose("it closed the connection")
+                    return
+                for frame in frames:
+                    self._deliver(frame, self._loop.submit)
+        except ProtocolError as error:
+            self.lose(f"it broke the protocol: {error}")
+        finally:
+            self._hand_over()
+
+    def _deliver(self, frame: Frame, run: Callable[..., None]) -> None:
+        if frame.kind == NOTICE:
+            return
+        if frame.kind not in (ANSWER, FAILURE):
+            raise ProtocolError(f"frame kind {frame.kind} where an answer should be")
+        with self._lock:
+            call = self._calls.answer(frame.call_id)
+        if call is None:
+            return  # too late; its buffers go back when the frame is collected
+        if type(call) is SyncCall:
+            call.frame = frame
+            call.ring()
+        else:
+            run(call.finish, frame, None)
+
+    def _hand_over(self) -> None:
+        """Whoever read is done: the next caller, the loop, or nobody reads from now on."""
+        with self._lock:
+            self._reader = None
+            while self._followers:
+                follower = next(iter(self._followers))
+                del self._followers[follower]
+                if not follower.done():
+                    self._reader = follower
+                    follower.ring()
+                    return
+            if self._lost is None and len(self._calls):
+                self._loop_reads()
+            hung_up = self._hung_up and self._lost is None
+        if hung_up:
+            self.lose("it closed the connection")
+
+    def _loop_reads(self) -> None:
+        self._reader = _LOOP
+        if not self._wants_input:
+            self._wants_input = True
+            self._set_events()
+
+    def _set_events(self) -> None:
+        events = HANGUP | (IN if self._wants_input else 0) | (OUT if self._wants_output else 0)
+        self._loop.change(self._connection.fd, events)
+
+    def want_output(self, _: Connection) -> None:
+        """The connection's outbox has something in it."""
+        with self._lock:
+            self._wants_output = True
+            if self._lost is None:
+                self._set_events()
+
+    def _on_events(self, mask: int) -> None:
+        """Called by the loop."""
+        if mask & OUT:
+            try:
+                if self._connection.flush():
+                    with self._lock:
+                        if not self._connection.outbox_bytes:
+                            self._wants_output = False
+                            self._set_events()
+            except ConnectionLostError as error:
+                self.lose(str(error))
+                return
+        if mask & ~OUT == 0:
+            return
+        with self._lock:
+            if self._reader is None:
+                self._reader = _LOOP  # hang-up: read what is left, then the end
+            elif self._reader is not _LOOP:
+                # A caller reads and will find the end itself. Level-triggered hang-up would keep us busy until then.
+                self._hung_up = True
+                self._loop.remove(self._connection.fd)
+                return
+        try:
+            frames = self._connection.receive(False)
+            if frames is None:
+                self.lose("it closed the connection")
+                return
+            for frame in frames:
+                self._deliver(frame, self._loop.push_answer)
+        except BlockingIOError:
+            pass
+        except ProtocolError as error:
+            self.lose(f"it broke the protocol: {error}")
+            return
+        if not len(self._calls):
+            with self._lock:
+                if self._reader is _LOOP and not len(self._calls):
+                    self._reader = None
+                    if self._wants_input:
+                        self._wants_input = False
+                        self._set_events()
+
+    # Ending
+
+    def lose(self, reason: str) -> None:
+        """The connection is gone: every open call fails now."""
+        with self._lock:
+            if self._lost is not None:
+                return
+            self._lost = reason
+            calls = self._calls.lost_all()
+            self._followers.clear()
+        self._loop.remove(self._connection.fd)
+        self._connection.close()
+        self._on_lost(self, reason)
+        for call in calls:
+            error = self._lost_error()
+            if type(call) is SyncCall:
+                call.error = error
+                call.ring()
+            elif isinstance(call, FutureCall):
+                self._loop.submit(call.finish, None, error)
+
+    def _lost_error(self) -> ConnectionLostError:
+        return ConnectionLostError(
+            f"Lost the connection to {self.peer}: {self._lost}. It has shut down or died, or the network is cut."
+        )
+
+    def give_back(self) -> None:
+        try:
+            self._connection.give_back()
+        except ConnectionLostError as error:
+            self.lose(str(error))
+
+    def abandon(self) -> None:
+        self._connection.abandon()
+
+    def validate(self) -> None:
+        with self._lock:
+            self._calls.validate()
+            assert self._reader is not None or not len(self._calls) or self._lost is not None

@@ -1,0 +1,131 @@
+"""Calls under ``torch.autograd.profiler_legacy``: what ran on the other workers shows in the caller's profile.
+
+While a thread profiles, its calls ask the callee to profile too. The callee sends the events of its operators back with the
+answer, and they appear in the caller's ``function_events``, under the call's key and marked as remote. Torch's profiler knows
+nothing of this, so three of its module's functions are wrapped: the one that starts a profile (to know its settings), and the one that
+turns records into events (to add ours). The newer ``torch.profiler`` is left alone, as it is by torch's own RPC.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import profiler_legacy
+from torch.autograd.profiler_util import FunctionEvent
+
+REMOTE_OP = "#remote_op: "
+
+# The worker's id while it is one, for events that ran here.
+own_node_id = -1
+
+_perf = time.perf_counter
+_state = threading.local()
+_SETTINGS = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
+_enabled = torch.autograd._profiler_enabled
+_LEGACY = torch._C._profiler.ActiveProfilerType.LEGACY
+
+
+class Session:
+    """One profile on one thread: its settings, when it began, and the events of calls made under it."""
+
+    def __init__(self, config: Any) -> None:
+        self.settings = {name: bool(getattr(config, name, False)) for name in _SETTINGS}
+        self.started = _perf()
+        self.events: list[FunctionEvent] = []
+
+    def add_call(self, key: str, began: float, own_id: int, remote: list[dict[str, Any]] | None) -> None:
+        """A call made under this profile has ended; ``remote`` is what the callee recorded."""
+        start = (began - self.started) * 1e6
+        end = (_perf() - self.started) * 1e6
+        self.events.append(
+            FunctionEvent(
+                id=0, name=key, trace_name=key, thread=threading.get_ident() % 10**6, start_us=start, end_us=end,
+                node_id=own_id, is_async=True, is_legacy=True,
+            )
+        )  # fmt: skip
+        for event in remote or ():
+            name = f"{key}{REMOTE_OP}{event['name']}"
+            times = {"start_us": start + event["start_us"], "end_us": start + event["end_us"]}
+            self.events.append(
+                FunctionEvent(**{**event, "name": name, "trace_name": name, "is_remote": True, **times})
+            )
+
+
+def session() -> Session | None:
+    """The profile that this thread is under, if it is one that calls take part in."""
+    if not _enabled() or torch._C._autograd._profiler_type() != _LEGACY:
+        return None
+    stack = getattr(_state, "sessions", None)
+    return stack[-1] if stack else None
+
+
+def run_profiled(
+    settings: dict[str, bool], function: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[Any, Callable[[], list[dict[str, Any]]]]:
+    """On the callee: run under a profile. Returns the value and how to get what was recorded, nested calls included.
+
+    The record is asked for when the answer is sent: the nested calls of a function that returned a future end later.
+    """
+    profile = profiler_legacy.profile(**settings)
+    with profile:
+        own = session()
+        value = function(*args, **kwargs)
+    parsed = list(profile.function_events or ())
+    shown = set(map(id, parsed))
+
+    def record() -> list[dict[str, Any]]:
+        late = [event for event in (own.events if own is not None else ()) if id(event) not in shown]
+        return [_portable(event) for event in (*parsed, *late)]
+
+    return value, record
+
+
+def _portable(event: FunctionEvent) -> dict[str, Any]:
+    return {
+        "id": event.id,
+        "name": event.name,
+        "thread": event.thread,
+        "start_us": event.time_range.start,
+        "end_us": event.time_range.end,
+        "node_id": event.node_id,
+        "fwd_thread": event.fwd_thread,
+        "input_shapes": event.input_shapes,
+        "stack": event.stack,
+        "scope": event.scope,
+        "cpu_memory_usage": event.cpu_memory_usage,
+        "device_memory_usage": event.device_memory_usage,
+        "is_async": event.is_async,
+        "sequence_nr": event.sequence_nr,
+        "is_legacy": True,
+        "flops": event.flops,
+    }
+
+
+def _wrapped_enable(config: Any, *args: Any) -> Any:
+    result = _enable(config, *args)
+    if not hasattr(_state, "sessions"):
+        _state.sessions = []
+    _state.sessions.append(Session(config))
+    return result
+
+
+def _wrapped_parse(records: Any) -> list[FunctionEvent]:
+    functions: list[FunctionEvent] = _parse(records)
+    for event in functions:
+        if event.node_id < 0:
+            event.node_id = own_node_id
+    stack = getattr(_state, "sessions", None)
+    if stack:
+        functions.extend(stack.pop().events)
+        functions.sort(key=lambda event: (event.time_range.start, -event.time_range.end))
+    return functions
+
+
+_enable = profiler_legacy._enable_profiler_legacy
+_parse = profiler_legacy._parse_legacy_records
+profiler_legacy._enable_profiler_legacy = _wrapped_enable  # type: ignore[attr-defined]
+profiler_legacy._parse_legacy_records = _wrapped_parse

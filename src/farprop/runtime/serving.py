@@ -1,0 +1,409 @@
+"""The other workers' side: connections that they dialled, and the requests that come on them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from farprop.errors import (
+    AuthenticationError,
+    ConnectionLostError,
+    FarpropError,
+    ProtocolError,
+    RpcTimeoutError,
+)
+from farprop.protocol.handshake import READY, Listener
+from farprop.runtime.loop import HANGUP, IN, OUT, STALL, Loop
+from farprop.transport.connection import Connection
+from farprop.transport.sockets import make_ready
+from farprop.wire.codec import Encoded, decode, encode
+from farprop.wire.failures import encode_failure
+from farprop.wire.frames import ANSWER, FAILURE, NOTICE, PROFILED, REQUEST, SYSTEM, Frame
+from farprop.wire.functions import FunctionNotFound, resolve
+
+_log = logging.getLogger("farprop.serving")
+
+HANDSHAKE_SECONDS = 10.0
+_MAX_UNPROVEN_PEERS = 256
+_now = time.monotonic
+_Future = torch._C.Future
+
+Record = Callable[[], list[dict[str, Any]]]
+
+
+class Unproven:
+    """An accepted connection whose peer has not proved itself: holds at most 1 KiB and a deadline."""
+
+    def __init__(self, server: Server, sock: socket.socket, machine: Listener) -> None:
+        self.deadline = _now() + HANDSHAKE_SECONDS
+        self.sock = sock
+        self._server = server
+        self._machine = machine
+
+    def on_events(self, _: int) -> None:
+        try:
+            data = self.sock.recv(512)
+            if not data:
+                self._server.refuse(self, "it went away")
+                return
+            reply = self._machine.receive(data)
+            if reply:
+                self.sock.send(reply, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return
+        except (AuthenticationError, ProtocolError, OSError) as error:
+            self._server.refuse(self, str(error))
+            return
+        if self._machine.state == READY:
+            self._server.accept(self, self._machine.peer_identity)
+
+
+class Server:
+    """Accepts connections, lets peers prove themselves, and runs their requests."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        worker: str,
+        new_machine: Callable[[], Listener],
+        new_connection: Callable[[socket.socket, str, Callable[[Connection], None]], Connection],
+        on_peer: Callable[[bytes], str],
+        on_peer_lost: Callable[[str], None],
+        run_profiled: Callable[..., tuple[Any, Record]],
+    ) -> None:
+        self.active = 0  # requests that came and are not answered yet
+        self._system_active = 0  # the same for farprop's own
+        self._active_lock = threading.Lock()
+        self._loop = loop
+        self._worker = worker
+        self._new_machine = new_machine
+        self._new_connection = new_connection
+        self._on_peer = on_peer
+        self._on_peer_lost = on_peer_lost
+        self._run_profiled = run_profiled
+        self.gil_waits: list[float] | None = None  # microseconds, while they are measured
+        self._listeners: list[socket.socket] = []
+        self._unproven: dict[int, Unproven] = {}
+        self._connections: dict[int, Connection] = {}
+        self._slow: set[bytes] = set()  # functions that took long when they last ran
+        self._coroutines = _CoroutineThread(worker)
+
+    def listen(self, listener: socket.socket) -> None:
+        self._listeners.append(listener)
+        self._loop.add(listener.fileno(), IN, lambda _: self._on_accept(listener))
+
+    def _on_accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            if len(self._unproven) >= _MAX_UNPROVEN_PEERS:
+                sock.close()
+                continue
+            sock.setblocking(False)
+            unproven = Unproven(self, sock, self._new_machine())
+            self._unproven[sock.fileno()] = unproven
+            self._loop.add(sock.fileno(), IN, unproven.on_events)
+            self._loop.set_alarm(unproven.deadline)
+
+    def refuse(self, unproven: Unproven, why: str) -> None:
+        _log.warning("refused a connection to %s: %s", self._worker, why)
+        self._drop_unproven(unproven)
+        unproven.sock.close()
+
+    def _drop_unproven(self, unproven: Unproven) -> None:
+        self._unproven.pop(unproven.sock.fileno(), None)
+        self._loop.remove(unproven.sock.fileno())
+
+    def expire(self, now: float) -> float:
+        """Refuse peers that take too long to prove themselves; when to look again (0: not)."""
+        for unproven in [u for u in self._unproven.values() if u.deadline <= now]:
+            self.refuse(unproven, f"it did not prove itself within {HANDSHAKE_SECONDS:.0f} s")
+        return min((u.deadline for u in self._unproven.values()), default=0.0)
+
+    def accept(self, unproven: Unproven, identity: bytes) -> None:
+        self._drop_unproven(unproven)
+        sock = unproven.sock
+        try:
+            peer = self._on_peer(identity)
+            make_ready(sock)
+            if sock.family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except (FarpropError, OSError) as error:
+            _log.warning("refused a connection to %s: %s", self._worker, error)
+            sock.close()
+            return
+        connection = self._new_connection(sock, peer, self._want_output)
+        self._connections[connection.fd] = connection
+        self._loop.add(connection.fd, IN | HANGUP, lambda mask: self._on_events(connection, mask))
+
+    def _want_output(self, connection: Connection) -> None:
+        self._loop.change(connection.fd, IN | HANGUP | OUT)
+
+    def _on_events(self, connection: Connection, mask: int) -> None:
+        try:
+            if mask & OUT and connection.flush():
+                self._loop.change(connection.fd, IN | HANGUP)
+                if connection.outbox_bytes:
+                    self._want_output(connection)  # filled again before the change took effect
+            if mask & ~OUT == 0:
+                return
+            frames = connection.receive(False)
+        except BlockingIOError:
+            return
+        except (ProtocolError, ConnectionLostError) as error:
+            _log.error("closed the connection from %s to %s: %s", connection.peer, self._worker, error)
+            self._close(connection)
+            return
+        if frames is None:
+            self._close(connection)
+            return
+        for frame in frames:
+            if frame.kind == REQUEST:
+                self._count(frame.flags, 1)
+                late = _now() + frame.seconds if frame.seconds else 0.0
+                self._loop.push_request(self._run, connection, frame, late)
+            elif frame.kind != NOTICE:
+                _log.error("closed the connection from %s: frame kind %d", connection.peer, frame.kind)
+                self._close(connection)
+                return
+
+    def _close(self, connection: Connection) -> None:
+        self._loop.remove(connection.fd)
+        if self._connections.pop(connection.fd, None) is not None and connection.close():
+            self._on_peer_lost(connection.peer)
+
+    # Running requests
+
+    def _run(self, connection: Connection, frame: Frame, late: float) -> None:
+        started = _now()
+        name, flags, call_id = frame.name, frame.flags, frame.call_id
+        if late and started > late:
+            self._fail(connection, flags, call_id, _too_late(frame.seconds))
+            return
+        if name in self._slow:
+            self._loop.step_aside()
+        if self.gil_waits is not None:
+            self._measure_gil(self.gil_waits)
+        settings = None
+        try:
+            if name and not flags & PROFILED:
+                args, kwargs = decode(frame.meta, frame.buffers)
+            elif not flags & PROFILED:
+                function, args, kwargs = decode(frame.meta, frame.buffers)
+            else:
+                function, args, kwargs, settings = decode(frame.meta, frame.buffers)
+            if name:
+                function = resolve(name)
+        except FunctionNotFound as error:
+            self._fail(connection, flags, call_id, error)
+            return
+        except BaseException as error:
+            error.add_note(f"{self._worker} could not decode the call's arguments.")
+            self._fail(connection, flags, call_id, error)
+            return
+        del frame  # with it the arguments' buffers, as soon as the function lets go of them
+        try:
+            record = None
+            if settings is not None:
+                value, record = self._run_profiled(settings, function, args, kwargs)
+            else:
+                value = function(*args, **kwargs)
+        except BaseException as error:
+            if name.startswith(b"torch:") and isinstance(error, TypeError):
+                error = _operator_error(function, args, kwargs) or error
+            _log.warning("%s: %s raised %r", self._worker, _show(function, name), error, exc_info=error)
+            self._fail(connection, flags, call_id, error)
+            return
+        finally:
+            args = kwargs = None
+            if name:
+                if _now() - started > STALL:
+                    self._slow.add(name)
+                else:
+                    self._slow.discard(name)
+        if hasattr(function, "_wrapped_async_rpc_function"):
+            self._answer_later(connection, flags, call_id, value, record)
+        elif hasattr(value, "cr_await") and asyncio.iscoroutine(value):
+            self._coroutines.run(
+                value,
+                lambda result: self._answer(connection, flags, call_id, result, record),
+                lambda error: self._fail(connection, flags, call_id, error),
+            )
+        else:
+            self._answer(connection, flags, call_id, value, record)
+
+    def _answer_later(
+        self, connection: Connection, flags: int, call_id: int, value: Any, record: Record | None
+    ) -> None:
+        """A function decorated with ``async_execution``: its thread is free until its future is done."""
+        if not isinstance(value, _Future):
+            self._fail(
+                connection,
+                flags,
+                call_id,
+                RuntimeError(
+                    "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
+                    f"this one returned {type(value).__name__}. Return a Future, or drop the decorator."
+                ),
+            )
+            return
+
+        def done(future: Any) -> None:
+            try:
+                result = future.wait()
+            except BaseException as error:
+                self._fail(connection, flags, call_id, error)
+            else:
+                self._answer(connection, flags, call_id, result, record)
+
+        value.add_done_callback(done)
+
+    def _answer(
+        self, connection: Connection, flags: int, call_id: int, value: Any, record: Record | None
+    ) -> None:
+        try:
+            encoded = encode(value if record is None else (value, record()))
+        except BaseException as error:
+            error.add_note(f"{self._worker} could not encode the function's result, a {type(value).__name__}.")
+            self._fail(connection, flags, call_id, error)
+            return
+        del value
+        self._send(connection, ANSWER, flags, call_id, encoded)
+
+    def _fail(self, connection: Connection, flags: int, call_id: int, error: BaseException) -> None:
+        self._send(connection, FAILURE, flags, call_id, encode_failure(error, self._worker))
+
+    def _send(self, connection: Connection, kind: int, flags: int, call_id: int, encoded: Encoded) -> None:
+        try:
+            connection.send(kind, flags & PROFILED, call_id, 0.0, b"", encoded)
+        except ConnectionLostError as error:
+            _log.info("the answer to %s is lost: %s", connection.peer, error)
+        except FarpropError as error:
+            if kind == FAILURE:
+                raise
+            connection.send(FAILURE, 0, call_id, 0.0, b"", encode_failure(error, self._worker))
+        finally:
+            self._count(flags, -1)
+
+    def _measure_gil(self, waits: list[float]) -> None:
+        began = time.perf_counter()
+        time.sleep(0)  # lets go of the interpreter's lock and takes it again
+        waits.append((time.perf_counter() - began) * 1e6)
+        del waits[:-1000]
+
+    def _count(self, flags: int, step: int) -> None:
+        with self._active_lock:
+            if flags & SYSTEM:
+                self._system_active += step
+            else:
+                self.active += step
+
+    @property
+    def owes_system_answers(self) -> bool:
+        return self._system_active > 0 or any(c.outbox_bytes for c in list(self._connections.values()))
+
+    def close(self) -> None:
+        for listener in self._listeners:
+            self._loop.remove(listener.fileno())
+            listener.close()
+        for unproven in list(self._unproven.values()):
+            self._drop_unproven(unproven)
+            unproven.sock.close()
+        for connection in list(self._connections.values()):
+            self._loop.remove(connection.fd)
+            connection.close()
+        self._connections.clear()
+        self._coroutines.close()
+
+    def abandon(self) -> None:
+        for sock in (*self._listeners, *(u.sock for u in self._unproven.values())):
+            sock.close()
+        for connection in self._connections.values():
+            connection.abandon()
+
+    def give_back(self) -> None:
+        for connection in list(self._connections.values()):
+            try:
+                connection.give_back()
+            except ConnectionLostError:
+                pass  # the loop sees the end of it
+
+
+class _CoroutineThread:
+    """One event loop for all ``async def`` functions that are called here; started when the first comes."""
+
+    def __init__(self, worker: str) -> None:
+        self._worker = worker
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(
+        self, coroutine: Any, answer: Callable[[Any], None], fail: Callable[[BaseException], None]
+    ) -> None:
+        async def settle() -> None:
+            try:
+                result = await coroutine
+            except BaseException as error:
+                fail(error)
+            else:
+                answer(result)
+
+        asyncio.run_coroutine_threadsafe(settle(), self._started())
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=self._loop.run_forever, name=f"farprop-async-{self._worker}", daemon=True
+                )
+                self._thread.start()
+            return self._loop
+
+    def close(self) -> None:
+        with self._lock:
+            if self._loop is None or self._thread is None:
+                return
+            loop, thread = self._loop, self._thread
+            self._loop = None
+
+        def cancel_all() -> None:
+            for task in asyncio.all_tasks(loop):
+                task.cancel()
+            loop.call_soon(loop.stop)
+
+        loop.call_soon_threadsafe(cancel_all)
+        if thread is not threading.current_thread():
+            thread.join(2.0)
+            if not thread.is_alive():
+                loop.close()
+
+
+def _too_late(seconds: float) -> RpcTimeoutError:
+    return RpcTimeoutError(f"The request's {seconds:.3f} s were over before it could start; it was not run.")
+
+
+def _show(function: Any, name: bytes) -> str:
+    return name.decode() if name else getattr(function, "__qualname__", type(function).__name__)
+
+
+def _operator_error(function: Any, args: Any, kwargs: Any) -> Exception | None:
+    """torch's operators called from Python say 'TypeError'; torch's RPC reports what their schemas say."""
+    qualified = torch.jit._builtins._find_builtin(function)
+    if qualified is None:
+        return None
+    try:
+        torch._C._jit_get_operation(qualified)[0](*args, **kwargs)
+    except Exception as error:
+        return error
+    return None

@@ -1,0 +1,1 @@
+"""Bytes between two ends: sockets and shared memory. Knows frames, not what they mean."""

@@ -1,0 +1,227 @@
+"""Shared memory between two workers of one host: segments that the sender writes and the receiver reads in place.
+
+A segment belongs to one direction of one connection. Rules that hold here:
+
+- It is *free* (the sender may write to it) or *lent* (the receiver has it, the sender may not touch it).
+- It comes back when the last tensor on it is collected at the receiver. When the connection closes, lent segments are
+  dropped, never reused: the receiver may still read them.
+- Free segments count against the pool's limit, for all connections together; beyond it the oldest are dropped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+
+import torch
+
+from farprop.errors import ProtocolError
+
+# Smaller buffers are copied through the socket faster than they are lent and given back.
+MIN_SHARED = 64 * 1024
+_CHUNK = 64 * 1024
+
+_memmove = ctypes.memmove
+
+
+class Segment:
+    """A mapped piece of shared memory on the sender's side. ``fd`` is open until it has been passed."""
+
+    __slots__ = ("address", "fd", "memory", "number", "size")
+
+    def __init__(self, number: int, size: int) -> None:
+        self.number = number
+        self.size = size
+        self.fd = os.memfd_create("farprop", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, size)
+            self.memory = mmap.mmap(self.fd, size)
+        except (OSError, ValueError):
+            os.close(self.fd)
+            raise
+        self.address = torch.frombuffer(self.memory, dtype=torch.uint8, count=1).data_ptr()
+
+    def write(self, data: memoryview) -> None:
+        if data.readonly:
+            self.memory[: data.nbytes] = data.cast("B")
+        else:  # a foreign call: other threads run while a large buffer is copied
+            source = torch.frombuffer(data, dtype=torch.uint8, count=data.nbytes)
+            _memmove(self.address, source.data_ptr(), data.nbytes)
+
+    def passed(self) -> None:
+        """The receiver has the descriptor now; the mapping is all we need."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class SegmentPool:
+    """Counts the free segments of all connections of a process and decides which to drop."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._free: OrderedDict[tuple[int, int], tuple[Lending, Segment]] = OrderedDict()
+        self._free_bytes = 0
+
+    def add(self, lending: Lending, segment: Segment) -> None:
+        with self._lock:
+            self._free[id(lending), segment.number] = lending, segment
+            self._free_bytes += segment.size
+            drop = []
+            while self._free_bytes > self._limit and self._free:
+                _, (owner, oldest) = self._free.popitem(last=False)
+                self._free_bytes -= oldest.size
+                drop.append((owner, oldest))
+        for owner, oldest in drop:
+            owner.drop(oldest)
+
+    def take(self, lending: Lending, segment: Segment) -> bool:
+        """Claim a free segment; False if it was dropped a moment ago."""
+        with self._lock:
+            if self._free.pop((id(lending), segment.number), None) is None:
+                return False
+            self._free_bytes -= segment.size
+            return True
+
+    def forget(self, lending: Lending) -> None:
+        with self._lock:
+            for key in [key for key in self._free if key[0] == id(lending)]:
+                self._free_bytes -= self._free.pop(key)[1].size
+
+    @property
+    def free_bytes(self) -> int:
+        return self._free_bytes
+
+    def validate(self) -> None:
+        with self._lock:
+            assert self._free_bytes == sum(segment.size for _, segment in self._free.values())
+
+
+class Lending:
+    """The sender's side of one connection."""
+
+    def __init__(self, pool: SegmentPool) -> None:
+        self._pool = pool
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._free: list[Segment] = []
+        self._lent: dict[int, Segment] = {}
+        self.dropped: deque[int] = deque()  # numbers that the receiver has to be told to unmap
+        self._closed = False
+
+    def lend(self, data: memoryview) -> Segment | None:
+        """Copy ``data`` into a segment for the receiver; None if there is no memory for it."""
+        segment = self._take(data.nbytes)
+        if segment is None:
+            return None
+        segment.write(data)
+        with self._lock:
+            if self._closed:
+                return None
+            self._lent[segment.number] = segment
+        return segment
+
+    def _take(self, size: int) -> Segment | None:
+        with self._lock:
+            fitting = [s for s in self._free if size <= s.size <= 2 * size + (1 << 20)]
+            fitting.sort(key=lambda s: s.size)
+            for segment in fitting:
+                if self._pool.take(self, segment):
+                    self._free.remove(segment)
+                    return segment
+            number = next(self._numbers)
+        try:
+            return Segment(number, -(-size // _CHUNK) * _CHUNK)
+        except (OSError, ValueError):
+            return None
+
+    def give_back(self, numbers: Iterable[int]) -> None:
+        """The receiver is done with these."""
+        for number in numbers:
+            with self._lock:
+                segment = self._lent.pop(number, None)
+                if segment is None:
+                    raise ProtocolError(f"the peer gave back segment {number}, which it does not have")
+                self._free.append(segment)
+            self._pool.add(self, segment)
+
+    def drop(self, segment: Segment) -> None:
+        with self._lock:
+            if segment in self._free:
+                self._free.remove(segment)
+                self.dropped.append(segment.number)
+                segment.passed()
+
+    def close(self) -> None:
+        self._pool.forget(self)
+        with self._lock:
+            self._closed = True
+            for segment in (*self._free, *self._lent.values()):
+                segment.passed()
+            self._free.clear()
+            self._lent.clear()
+
+    @property
+    def lent_bytes(self) -> int:
+        with self._lock:
+            return sum(segment.size for segment in self._lent.values())
+
+
+class Borrowing:
+    """The receiver's side of one connection."""
+
+    def __init__(self) -> None:
+        self._memory: dict[int, mmap.mmap] = {}
+        self._leases: dict[int, weakref.ref[memoryview]] = {}
+        self._arrived: deque[int] = deque()  # descriptors that came with the stream, in its order
+        # Filled by the garbage collector at any moment and in any thread, so nothing but append happens there.
+        self.returned: deque[int] = deque()
+
+    def arrive(self, descriptors: Iterable[int]) -> None:
+        self._arrived.extend(descriptors)
+
+    def borrow(self, number: int, length: int) -> memoryview:
+        """The memory of a segment. It is given back when nothing refers to the result any more."""
+        memory = self._memory.get(number)
+        if memory is None:
+            memory = self._map(number)
+        if length > len(memory) or number in self._leases:
+            raise ProtocolError(f"segment {number} is lent already or shorter than {length} bytes")
+        view = memoryview(memory)[:length]
+        leases, returned = self._leases, self.returned
+
+        def give_back(_: object) -> None:
+            leases.pop(number, None)
+            returned.append(number)
+
+        leases[number] = weakref.ref(view, give_back)
+        return view
+
+    def _map(self, number: int) -> mmap.mmap:
+        if not self._arrived:
+            raise ProtocolError(f"segment {number} was never passed")
+        descriptor = self._arrived.popleft()
+        try:
+            memory = self._memory[number] = mmap.mmap(descriptor, 0)
+        except (OSError, ValueError) as error:
+            raise ProtocolError(f"segment {number} can't be mapped: {error}") from error
+        finally:
+            os.close(descriptor)
+        return memory
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """The sender dropped these; tensors on them keep their mapping alive, others unmap now."""
+        for number in numbers:
+            self._memory.pop(number, None)
+
+    def close(self) -> None:
+        while self._arrived:
+            os.close(self._arrived.popleft())
+        self._memory.clear()

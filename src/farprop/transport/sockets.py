@@ -1,0 +1,158 @@
+"""Where a worker listens and how another one reaches it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from farprop.errors import ConnectionLostError, UsageError
+
+HAVE_UNIX = sys.platform == "linux"  # abstract names and memfd
+# A thread that waits in recv looks at its deadline this often.
+RECEIVE_TICK = 0.1
+_BACKLOG = 512
+_SIOCGIFADDR = 0x8915
+
+
+class Address(Protocol):
+    """Where a worker can be dialled."""
+
+    @property
+    def tcp(self) -> tuple[str, int]: ...
+    @property
+    def unix(self) -> str: ...
+    @property
+    def net(self) -> str: ...
+
+
+def network_namespace() -> str:
+    """Names the space in which abstract socket names are known; equal for workers that can use them together."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return ""
+
+
+def listen_unix(name: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind("\0" + name)
+    listener.listen(_BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+def listen_tcp(host: str, ports: tuple[int, int] | None) -> socket.socket:
+    """Listen on ``host`` at the first free port of the range, or any port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in [0] if ports is None else range(ports[0], ports[1] + 1):
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        # Without this a restarted worker would have to wait a minute for its port.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRINUSE:
+                continue
+            raise UsageError(
+                f"Can't listen on {host}: {error}. Set FARPROP_INTERFACE to an interface or address of this host."
+            ) from error
+        listener.setblocking(False)
+        return listener
+    raise UsageError(
+        f"No port of FARPROP_PORT_RANGE {ports[0]}-{ports[1]} is free on {host}. Widen the range: each worker needs one."
+        if ports
+        else f"No port is free on {host}."
+    )
+
+
+def interface_address(interface: str) -> str:
+    """The address of an interface such as ``eth0``; an address is returned as it is."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            socket.inet_pton(family, interface)
+            return interface
+        except OSError:
+            pass
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            import fcntl
+
+            reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            known = ", ".join(name for _, name in socket.if_nameindex())
+            raise UsageError(
+                f"FARPROP_INTERFACE={interface!r} is neither an address nor an interface with one. Interfaces here: {known}."
+            ) from None
+    return socket.inet_ntoa(reply[20:24])
+
+
+def address_towards(host: str) -> str:
+    """The local address from which ``host`` is reached: what to listen on by default. Sends nothing."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+def dial(
+    address: Address, net: str, unix_allowed: bool, deadline: float, prove: Callable[[socket.socket], None]
+) -> tuple[socket.socket, bool]:
+    """Connect and run ``prove`` on the new socket; returns it and whether it can pass shared memory."""
+    unix = unix_allowed and bool(address.unix) and address.net == net and HAVE_UNIX
+    while True:
+        left = max(0.05, deadline - time.monotonic())
+        try:
+            if unix:
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                connection.settimeout(left)
+            else:
+                connection = socket.create_connection(address.tcp, timeout=left)
+        except OSError as error:
+            raise ConnectionLostError(f"can't connect to {address.tcp[0]}:{address.tcp[1]}: {error}") from error
+        try:
+            if unix:
+                connection.connect("\0" + address.unix)
+            else:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            prove(connection)
+            make_ready(connection)
+            return connection, unix
+        except BlockingIOError:
+            # A Unix listener whose backlog is full says so at once; a moment later it has room.
+            connection.close()
+            if time.monotonic() > deadline:
+                raise ConnectionLostError("the worker accepts no connections: its backlog is full") from None
+            time.sleep(0.005)
+        except (TimeoutError, OSError) as error:
+            connection.close()
+            raise ConnectionLostError(f"can't connect: {error}") from error
+        except BaseException:
+            connection.close()
+            raise
+
+
+def make_ready(connection: socket.socket) -> None:
+    """Blocking, but receiving gives up every tick so that deadlines are looked at; sending never blocks (MSG_DONTWAIT)."""
+    connection.settimeout(None)
+    seconds = int(RECEIVE_TICK)
+    connection.setsockopt(
+        socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, int((RECEIVE_TICK - seconds) * 1e6))
+    )
+    if connection.family != socket.AF_UNIX:
+        # A host that vanished without a word is found out within a minute even if nobody calls it.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6)):
+            if hasattr(socket, option):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -1,0 +1,1 @@
+"""Objects and tensors to buffers and back. No sockets, no threads."""

@@ -1,0 +1,53 @@
+"""A function's exception on its way to the caller.
+
+The exception travels as a pickle inside the message's pickle: if its class can't be imported or rebuilt at the caller, only
+that is lost, and the text beside it becomes a ``RemoteError``.
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+from farprop.errors import RemoteError
+from farprop.wire.codec import Encoded, decode, encode
+
+
+def encode_failure(error: BaseException, worker: str) -> Encoded:
+    """Everything the caller needs to raise ``error`` there."""
+    kind = type(error)
+    text = "".join(traceback.format_exception(error))
+    pickled: bytes | None = None
+    # An exit or an interrupt here must not end the caller's process, so it travels as text.
+    if isinstance(error, Exception):
+        try:
+            # The traceback's frames stay here; a note from an earlier hop travels on.
+            encoded = encode(error)
+            pickled = None if encoded.buffers else encoded.meta
+        except Exception:
+            pickled = None
+    return encode((pickled, f"{kind.__module__}.{kind.__qualname__}", repr(error), text, worker))
+
+
+def decode_failure(meta: Any) -> Exception:
+    """The exception to raise at the caller, with the worker's name and the remote traceback as a note."""
+    pickled, type_name, shown, text, worker = decode(meta)
+    note = f"Raised on {worker} by the function that was called there. Its traceback:\n\n{text}"
+    if pickled is not None:
+        try:
+            error = decode(pickled)
+            if isinstance(error, Exception):
+                error.add_note(note)
+                return error
+            why = "it came back as something that is not an exception"
+        except Exception as failure:
+            why = f"{type(failure).__name__}: {failure}"
+    else:
+        why = "it can't be pickled"
+    return RemoteError(
+        f"{type_name} was raised on {worker}, and can't be rebuilt here ({why}). "
+        f"Original exception on remote side was {shown}\n\n{text}",
+        worker,
+        type_name,
+        text,
+    )

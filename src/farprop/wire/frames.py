@@ -1,0 +1,223 @@
+"""Frames: how messages lie in a stream of bytes. Bytes in, frames out; no socket here.
+
+A frame is a header of fixed size, then a body (the function's name, the segments given back, the table of
+buffers, the pickle), then the buffers that travel inline. Rules that hold here:
+
+- Every length is checked against the cap before anything is allocated for it.
+- Garbage either parses or raises ``ProtocolError``, never anything else.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from farprop.errors import ProtocolError
+
+REQUEST = 1  # run a function
+ANSWER = 2  # its value
+FAILURE = 3  # its exception
+NOTICE = 4  # segments given back, or (with FORGET) segments to unmap; no call
+_KINDS = frozenset((REQUEST, ANSWER, FAILURE, NOTICE))
+
+SYSTEM = 1  # flag of a request: farprop's own, not counted as work of the user
+PROFILED = 2  # flag of a request: record the operators it runs; of an answer: their record is beside the value
+FORGET = 4  # flag of a notice: the numbers are segments that the sender dropped
+_FLAGS = SYSTEM | PROFILED | FORGET
+
+# kind, flags, buffers, name length, give-backs, call id, seconds left (0: no deadline), pickle length
+_HEADER = struct.Struct("<BBHHHQdQ")
+HEADER_SIZE = _HEADER.size
+# length, segment (0: the bytes follow inline)
+_BUFFER = struct.Struct("<QQ")
+MAX_BUFFERS = MAX_GIVES = 0xFFFF
+_MAX_SECONDS = 10 * 366 * 86400.0
+
+_SMALL = 64 * 1024
+
+
+class Frame:
+    """One received frame. ``buffers`` holds memory, or (as read from the stream) a segment's number and a length."""
+
+    __slots__ = ("buffers", "call_id", "flags", "gives", "kind", "meta", "name", "seconds")
+
+    def __init__(
+        self,
+        kind: int,
+        flags: int,
+        call_id: int,
+        seconds: float,
+        name: bytes,
+        meta: bytes | bytearray | memoryview,
+        gives: Sequence[int],
+        buffers: list[Any],
+    ) -> None:
+        self.kind = kind
+        self.flags = flags
+        self.call_id = call_id
+        self.seconds = seconds
+        self.name = name
+        self.meta = meta
+        self.gives = gives
+        self.buffers = buffers
+
+
+def pack(
+    kind: int,
+    flags: int,
+    call_id: int,
+    seconds: float,
+    name: bytes,
+    meta: bytes,
+    table: Sequence[tuple[int, int]] = (),
+    gives: Sequence[int] = (),
+) -> bytes:
+    """Everything of a frame but its inline buffers. ``table`` has (length, segment) for each buffer."""
+    head = _HEADER.pack(kind, flags, len(table), len(name), len(gives), call_id, seconds, len(meta))
+    if not table and not gives:
+        return head + name + meta
+    return b"".join((head, name, struct.pack(f"<{len(gives)}I", *gives), *[_BUFFER.pack(*row) for row in table], meta))
+
+
+class FrameReader:
+    """Turns received bytes into frames.
+
+    ``target()`` is the memory to receive into next; ``received(n)`` says that n bytes were put there and
+    returns the frames that are complete. Large bodies and buffers are received straight into their own memory.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._small = memoryview(bytearray(_SMALL))
+        self._filled = 0
+        # The frame whose body or inline buffers are still coming, when it doesn't fit the small buffer.
+        self._head: tuple[int, int, int, int, int, int, float, int] | None = None
+        self._pieces: list[memoryview] = []  # the memory still to fill, first one partly filled
+        self._piece_filled = 0
+        self._body: bytearray | None = None
+        self._frame: Frame | None = None
+
+    def target(self) -> memoryview:
+        if self._pieces:
+            return self._pieces[0][self._piece_filled :]
+        return self._small[self._filled :]
+
+    def received(self, count: int) -> list[Frame]:
+        if self._pieces:
+            self._piece_filled += count
+            if self._piece_filled < len(self._pieces[0]):
+                return []
+            self._pieces.pop(0)
+            self._piece_filled = 0
+            return self._piece_done()
+        self._filled += count
+        return self._parse_small()
+
+    def _parse_small(self) -> list[Frame]:
+        frames = []
+        small, filled, at = self._small, self._filled, 0
+        while filled - at >= HEADER_SIZE:
+            head = _HEADER.unpack_from(small, at)
+            body = self._check(head)
+            end = at + HEADER_SIZE + body
+            if end > filled:
+                if HEADER_SIZE + body > _SMALL:
+                    # Too large for the small buffer: its body gets memory of its own.
+                    have = small[at + HEADER_SIZE : filled]
+                    own = bytearray(body)
+                    own[: len(have)] = have
+                    self._filled = 0
+                    self._expect_body(head, own, len(have))
+                    return frames
+                break
+            frame = self._frame_of(head, bytes(small[at + HEADER_SIZE : end]))
+            at = end
+            inline = [b for b in frame.buffers if type(b) is bytearray]
+            if inline:
+                rest = small[at:filled]
+                self._filled = 0
+                self._frame = frame
+                self._pieces = [memoryview(b) for b in inline]
+                frames.extend(self._pour(rest))
+                return frames
+            frames.append(frame)
+        if at:
+            left = filled - at
+            small[:left] = small[at:filled]
+            filled = left
+        self._filled = filled
+        return frames
+
+    def _pour(self, rest: memoryview) -> list[Frame]:
+        """Bytes that were already received go where they belong, as if they had just come."""
+        frames: list[Frame] = []
+        data = bytes(rest)  # the small buffer is about to be overwritten
+        at = 0
+        while at < len(data):
+            into = self.target()
+            count = min(len(into), len(data) - at)
+            into[:count] = data[at : at + count]
+            frames.extend(self.received(count))
+            at += count
+        return frames
+
+    def _expect_body(
+        self, head: tuple[int, int, int, int, int, int, float, int], own: bytearray, filled: int
+    ) -> None:
+        self._head, self._body = head, own
+        self._pieces = [memoryview(own)]
+        self._piece_filled = filled
+
+    def _piece_done(self) -> list[Frame]:
+        if self._body is not None and self._head is not None:
+            body, head = self._body, self._head
+            self._body = self._head = None
+            frame = self._frame_of(head, body)
+            self._pieces = [memoryview(b) for b in frame.buffers if type(b) is bytearray]
+            if self._pieces:
+                self._frame = frame
+                return []
+            return [frame]
+        if self._pieces:
+            return []
+        frame, self._frame = self._frame, None  # type: ignore[assignment]
+        return [frame]
+
+    def _check(self, head: tuple[int, int, int, int, int, int, float, int]) -> int:
+        """The length of the body, after the header has been found to be sane."""
+        kind, flags, buffers, name, gives, _, seconds, meta = head
+        if kind not in _KINDS or flags & ~_FLAGS:
+            raise ProtocolError(f"unknown frame kind {kind} or flags {flags:#x}")
+        if not 0.0 <= seconds <= _MAX_SECONDS:
+            raise ProtocolError(f"a deadline of {seconds} seconds makes no sense")
+        body = name + 4 * gives + _BUFFER.size * buffers + meta
+        if body > self._max_bytes:
+            raise ProtocolError(
+                f"a frame of {body} bytes is larger than FARPROP_MAX_MESSAGE_BYTES={self._max_bytes}"
+            )
+        return body
+
+    def _frame_of(
+        self, head: tuple[int, int, int, int, int, int, float, int], body: bytes | bytearray
+    ) -> Frame:
+        kind, flags, buffer_count, name_length, give_count, call_id, seconds, meta_length = head
+        if not buffer_count and not give_count:
+            return Frame(kind, flags, call_id, seconds, bytes(body[:name_length]), memoryview(body)[name_length:], (), [])
+        at = name_length
+        gives = struct.unpack_from(f"<{give_count}I", body, at)
+        at += 4 * give_count
+        total = meta_length
+        buffers: list[Any] = []
+        for _ in range(buffer_count):
+            length, segment = _BUFFER.unpack_from(body, at)
+            at += _BUFFER.size
+            total += length
+            if total > self._max_bytes or not length:
+                raise ProtocolError(
+                    f"a buffer of {length} bytes is empty or larger than FARPROP_MAX_MESSAGE_BYTES={self._max_bytes}"
+                )
+            buffers.append((segment, length) if segment else bytearray(length))
+        return Frame(
+            kind, flags, call_id, seconds, bytes(body[:name_length]), memoryview(body)[at:], gives, buffers
+        )

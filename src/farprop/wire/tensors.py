@@ -1,0 +1,157 @@
+"""A strided CPU tensor as bytes plus geometry, and back.
+
+Rules that hold here:
+
+- What is sent of a storage is one range of bytes, sent once per message. The first tensor of a storage carries
+  the range; later ones are rebuilt as views of the first, so they share memory at the other end.
+- Bytes under ``INLINE_LIMIT`` travel in the pickle as a ``bytearray``; larger ones as out-of-band buffers.
+- A tensor that does not fit this (sparse, quantised, a subclass, ...) is left to torch's own reduction.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from typing import Any, NamedTuple
+
+import torch
+
+from farprop.errors import UsageError
+
+INLINE_LIMIT = 32 * 1024
+# A view that spans this much more than its elements is copied to a contiguous tensor before it is sent.
+MAX_WASTE = 1 << 20
+
+# The position in this list is the dtype's code on the wire: only ever append.
+_DTYPE_NAMES = (
+    "float32 float64 float16 bfloat16 complex64 complex128 complex32 int8 int16 int32 int64 uint8 uint16 uint32 "
+    "uint64 bool float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu bits8 bits16 bits1x8 "
+    "bits2x4 bits4x2 float4_e2m1fn_x2 int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7"
+).split()
+_DTYPES: list[torch.dtype | None] = [getattr(torch, name, None) for name in _DTYPE_NAMES]
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
+
+_STRIDED = torch.strided
+_CPU_ONLY = (
+    "A tensor on {device} can't be sent: no device map says where it goes. Call .cpu() first, or give "
+    "TensorPipeRpcBackendOptions a device_map for the worker you call."
+)
+
+_view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_memory.restype = ctypes.py_object
+_view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_PYBUF_WRITE = 0x200
+_string_at = ctypes.string_at
+
+
+class Sent(NamedTuple):
+    """The range of a storage that the message already holds, and the tensor that carries it."""
+
+    carrier: torch.Tensor
+    start: int
+    end: int
+
+
+class SpanTooShort(Exception):  # noqa: N818 - not an error: it asks for a second attempt
+    """A second view needs bytes outside the range already sent: encode again with the whole storage."""
+
+    def __init__(self, storage: int) -> None:
+        self.storage = storage
+
+
+def reduce_tensor(
+    tensor: torch.Tensor, sent: dict[int, Sent], whole: frozenset[int] | None
+) -> tuple[Any, ...] | None:
+    """How to pickle ``tensor``, or None to leave it to torch. ``whole`` names storages to send entirely."""
+    code = _CODES.get(tensor.dtype)
+    if code is None or tensor.layout is not _STRIDED:
+        return None
+    if not tensor.is_cpu:
+        if tensor.device.type == "meta":
+            return None
+        raise UsageError(_CPU_ONLY.format(device=tensor.device))
+    if tensor.is_neg() or (tensor.is_complex() and tensor.is_conj()):
+        # Lazy bits are not in the memory; the reduced form of a clone without them is what we send.
+        tensor = tensor.resolve_conj().resolve_neg()
+    size = tuple(tensor.shape)
+    count = tensor.numel()
+    if count == 0:
+        return _empty, (code, size, tensor.stride(), tensor.requires_grad)
+    item = tensor.element_size()
+    if tensor.is_contiguous():
+        stride, span = None, count
+    else:
+        stride = tensor.stride()
+        span = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+        if (span - count) * item > MAX_WASTE:
+            tensor = tensor.detach().contiguous().requires_grad_(tensor.requires_grad)
+            stride, span = None, count
+    storage = tensor.untyped_storage()
+    base = storage.data_ptr()
+    start = tensor.storage_offset() * item
+    end = start + span * item
+    earlier = sent.get(base)
+    if earlier is not None:
+        if start < earlier.start or end > earlier.end:
+            raise SpanTooShort(base)
+        # In bytes: the carrier may have another dtype.
+        return _view, (
+            earlier.carrier, code, size, tensor.stride(), start - earlier.start, tensor.requires_grad,
+        )  # fmt: skip
+    offset = 0
+    if whole is not None and base in whole:
+        offset, start, end = start // item, 0, storage.nbytes()
+        stride = tensor.stride()
+    sent[base] = Sent(tensor, start, end)
+    if end - start < INLINE_LIMIT:
+        data: Any = bytearray(_string_at(base + start, end - start))
+    else:
+        data = pickle.PickleBuffer(_view_memory(base + start, end - start, _PYBUF_WRITE))
+    if stride is None:
+        return _dense, (data, code, size, tensor.requires_grad)
+    return _strided, (data, code, size, stride, offset, tensor.requires_grad)
+
+
+# What follows runs at the other end, named in the pickle.
+
+
+def _dtype(code: int) -> torch.dtype:
+    dtype = _DTYPES[code]
+    if dtype is None:
+        raise UsageError(
+            f"This worker's torch has no dtype {_DTYPE_NAMES[code]}. Run the same torch on every worker."
+        )
+    return dtype
+
+
+def _dense(data: Any, code: int, size: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
+    # resize_ sets the shape without making a view: a view could not be detached in place.
+    tensor = torch.frombuffer(data, dtype=_dtype(code)).resize_(size)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _strided(
+    data: Any, code: int, size: tuple[int, ...], stride: tuple[int, ...], offset: int, requires_grad: bool
+) -> torch.Tensor:
+    dtype = _dtype(code)
+    count = memoryview(data).nbytes // dtype.itemsize
+    tensor = torch.frombuffer(data, dtype=dtype, count=count).as_strided_(size, stride, offset)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _empty(code: int, size: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=_dtype(code), requires_grad=requires_grad)
+
+
+def _view(
+    carrier: torch.Tensor,
+    code: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+    requires_grad: bool,
+) -> torch.Tensor:
+    dtype = _dtype(code)
+    tensor = torch.empty(0, dtype=dtype)
+    tensor.set_(carrier.untyped_storage(), offset // dtype.itemsize, size, stride)
+    return tensor.requires_grad_() if requires_grad else tensor
