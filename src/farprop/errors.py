@@ -29,9 +29,7 @@ class RemoteError(FarpropError):
     ``worker`` is where it ran, ``type_name`` the exception's class, ``remote_traceback`` the text of both.
     """
 
-    def __init__(
-        self, message: str, worker: str = "", type_name: str = "", remote_traceback: str = ""
-    ) -> None:
+    def __init__(self, message: str, worker: str = "", type_name: str = "", remote_traceback: str = "") -> None:
         super().__init__(message)
         self.worker = worker
         self.type_name = type_name

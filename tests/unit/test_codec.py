@@ -28,7 +28,10 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if a.layout is not torch.strided:
         return torch.equal(a.to_dense(), b.to_dense())
-    raw = [bytes(t.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).untyped_storage()) for t in (a, b)]
+    raw = [
+        bytes(t.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).untyped_storage())
+        for t in (a, b)
+    ]
     return raw[0] == raw[1]
 
 
@@ -63,9 +66,7 @@ def test_every_cpu_dtype_of_torch_has_a_code() -> None:
     dtype=st.sampled_from([torch.float32, torch.float64, torch.int16, torch.bool, torch.complex64]),
     grad=st.booleans(),
 )
-def test_any_geometry_survives(
-    shape: list[int], order: Any, step: int, dtype: torch.dtype, grad: bool
-) -> None:
+def test_any_geometry_survives(shape: list[int], order: Any, step: int, dtype: torch.dtype, grad: bool) -> None:
     full = torch.rand([n * step + 1 for n in shape], dtype=torch.float64).mul(3).to(dtype)
     view = full[tuple(slice(0, n * step, step) for n in shape)]
     dims = list(range(view.dim()))
@@ -203,9 +204,7 @@ def test_modules_and_parameters_survive() -> None:
     tied["b"].weight = module[2].weight
     got = round_trip(tied)
     assert got["b"].weight is got["a"][2].weight
-    for (name, theirs), (other, ours) in zip(
-        got.named_parameters(), tied.named_parameters(), strict=True
-    ):
+    for (name, theirs), (other, ours) in zip(got.named_parameters(), tied.named_parameters(), strict=True):
         assert name == other
         assert isinstance(theirs, torch.nn.Parameter)
         assert same(theirs, ours)

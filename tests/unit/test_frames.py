@@ -130,7 +130,16 @@ def test_damaged_frames_parse_or_are_protocol_errors(
     ],
 )
 def test_each_rule_has_its_reason(change: dict[str, Any], reason: str) -> None:
-    frame = {"kind": REQUEST, "flags": 0, "call_id": 1, "seconds": 0.0, "name": b"", "meta": b"", "table": (), "gives": ()}
+    frame = {
+        "kind": REQUEST,
+        "flags": 0,
+        "call_id": 1,
+        "seconds": 0.0,
+        "name": b"",
+        "meta": b"",
+        "table": (),
+        "gives": (),
+    }
     with pytest.raises(ProtocolError, match=reason):
         feed(FrameReader(1000), pack(**{**frame, **change}), [4096])  # type: ignore[arg-type]
 

@@ -123,7 +123,7 @@ def _rebind(replaced: dict[str, types.ModuleType]) -> None:
             continue
         ours[id(module)] = (module, new)
         for attribute, value in vars(module).items():
-            # Only what is the package's own (classes, functions, instances of its classes), not what it imported.
+            # Only what is the package's own (classes, functions, instances of its classes), not its imports.
             owner = getattr(value, "__module__", None)
             own = isinstance(owner, str) and any(_within(owner, package) for package in _OWNERS)
             if own and hasattr(new, attribute):

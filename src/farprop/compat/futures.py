@@ -1,12 +1,20 @@
 """``torch.futures.wait_all`` for futures whose errors are Python exceptions."""
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from farprop.runtime import current
+
 __all__ = ["wait_all"]
+
+
+def _place_given_up() -> contextlib.AbstractContextManager[None]:
+    """Inside a called function, waiting here must not use up a worker thread."""
+    return current.current_agent().blocked() if current.is_agent_set() else contextlib.nullcontext()
 
 
 def wait_all(futures: Sequence["torch.futures.Future[Any]"]) -> list[Any]:
@@ -40,7 +48,8 @@ def wait_all(futures: Sequence["torch.futures.Future[Any]"]) -> list[Any]:
         future.add_done_callback(on_done)
         if errors:
             break
-    settled.wait()
+    with _place_given_up():
+        settled.wait()
     if errors:
         # Emptying the list breaks the cycle error -> traceback -> frame -> list.
         error, errors[:] = errors[0], []

@@ -11,7 +11,8 @@
 A proof is HMAC-SHA256 over a label, both nonces and the prover's identity. The labels of the two directions differ,
 so a proof can't be sent back to its maker. Rules that hold here:
 
-- The states go ``HELLO -> CHALLENGE -> READY``, or to ``REFUSED`` from anywhere; nothing leaves ``READY`` or ``REFUSED``.
+- The states go ``HELLO -> CHALLENGE -> READY``, or to ``REFUSED`` from anywhere; nothing leaves ``READY`` or
+  ``REFUSED``.
 - No more than ``MAX_UNPROVEN`` bytes are ever held, and nothing is interpreted but fixed fields.
 - Whatever comes in, the outcome is bytes to send, or ``ProtocolError`` or ``AuthenticationError``.
 """
@@ -91,7 +92,7 @@ class _End:
         if not hmac.compare_digest(self._held[at : at + _PROOF_SIZE], _proof(self._key, label, *nonces, identity)):
             raise AuthenticationError(_REFUSED_TEXT.format(who=who))
         self.peer_identity = identity
-        return start + length
+        return int(start + length)
 
     def _prove(self, label: bytes, nonces: tuple[bytes, bytes]) -> bytes:
         proof = _proof(self._key, label, *nonces, self._identity)

@@ -2,7 +2,8 @@
 
 Each round every worker reports how many requests it has ever sent, and whether it is idle: no request of its own
 unanswered, none of others running. Work is done when two rounds in a row show every worker idle and nobody has sent
-anything in between. One round is not enough: a request can slip from a worker that has not reported yet to one that has.
+anything in between. One round is not enough: a request can slip from a worker that has not reported yet to one that
+has.
 
 Why two are: whatever runs between the rounds was sent by someone. If they sent it before their first report they were
 not idle then; if after, their count has moved.

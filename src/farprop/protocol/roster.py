@@ -1,7 +1,7 @@
 """Who is in the job: what a worker publishes about itself, and what rank 0 makes of all of it.
 
-Entries travel as JSON through the store, which nobody authenticates: they are read with suspicion and used only to dial.
-Rules that hold here:
+Entries travel as JSON through the store, which nobody authenticates: they are read with suspicion and used only to
+dial. Rules that hold here:
 
 - Rank 0 judges all entries and publishes one verdict, so that every worker sees the same roster or the same error.
 - Whatever text comes in, the outcome is a value or ``RendezvousError``.
@@ -74,10 +74,11 @@ def judge_secrets(entries: Sequence[Entry]) -> str | None:
     other = next(e for e in entries if e.fingerprint != first.fingerprint)
     if first.own_secret and other.own_secret:
         return (
-            f"{first.name} ({first.host}) and {other.name} ({other.host}) share no secret: they are on different hosts or "
-            "belong to different users. Set FARPROP_SECRET to the same long random text on every worker (for example the "
-            'output of: python -c "import secrets; print(secrets.token_hex(32))"), or FARPROP_SECRET_FILE to a file that '
-            "holds it. FARPROP_INSECURE=1 lets anyone who can reach the workers run code on them."
+            f"{first.name} ({first.host}) and {other.name} ({other.host}) share no secret: they are on different "
+            "hosts, or belong to different users. Set FARPROP_SECRET to the same long random text on every worker "
+            '(for example the output of: python -c "import secrets; print(secrets.token_hex(32))"), or '
+            "FARPROP_SECRET_FILE to a file that holds it. FARPROP_INSECURE=1 lets anyone who can reach the workers run "
+            "code on them."
         )
     without = [e.name for e in (first, other) if e.own_secret]
     if without:

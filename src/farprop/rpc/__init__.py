@@ -13,14 +13,13 @@ from __future__ import annotations
 import logging
 import numbers
 import threading
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from farprop.errors import UsageError
 from farprop.ids import WorkerInfo, check_worker_name
-from farprop.rpc import api, backend_registry, constants, functions, internal, options
+from farprop.rpc import api, backend_registry, constants, functions, internal, meeting, options
 from farprop.rpc.api import (
     AllGatherStates,
     _all_gather,
@@ -35,6 +34,7 @@ from farprop.rpc.api import (
     enable_gil_profiling,
     get_rpc_timeout,
     get_worker_info,
+    remote,
     rpc_async,
     rpc_sync,
     shutdown,
@@ -49,6 +49,7 @@ from farprop.rpc.backend_registry import (
 )
 from farprop.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from farprop.runtime.agent import Agent as TensorPipeAgent
+from farprop.runtime.agent import meeting_seconds
 
 __all__ = [
     "AllGatherStates",
@@ -77,9 +78,6 @@ _UNSET_RPC_TIMEOUT = constants.UNSET_RPC_TIMEOUT
 _log = logging.getLogger("farprop.rpc")
 _init_lock = threading.Lock()
 _init_count = 0
-# The last rendezvous and its store. They live until the next one has begun: when this process carries the store, workers that
-# are still reading from it, or come back for another init_rpc at the same address, must find it.
-_meeting: Any = None
 
 
 def is_available() -> bool:
@@ -107,9 +105,12 @@ def init_rpc(
     check_worker_name(name)
     if _is_current_rpc_agent_set():
         raise UsageError("RPC is already initialized. Call farprop.rpc.shutdown before init_rpc.")
+    if world_size and rank != -1 and not 0 <= rank < world_size:
+        raise ValueError(f"rank must be from 0 to world_size - 1 = {world_size - 1}, but it is {rank}.")
     global _init_count
     with _init_lock:
-        store, rank, world_size = _open_store(chosen, rank, world_size)
+        timeout = meeting_seconds(chosen.rpc_timeout)
+        store, rank, world_size = meeting.open_store(chosen.init_method, rank, world_size, chosen, timeout)
         store = dist.PrefixStore(f"rpc_prefix_{_init_count}", store)
         _init_rpc_backend(backend, store, name, rank, world_size, chosen)
         # Counted only when it worked: a worker that tries again meets those that still wait.
@@ -134,27 +135,6 @@ def _backend_and_options(backend: Any, given: RpcBackendOptions | None) -> tuple
     return backend, given if given is not None else construct_rpc_backend_options(backend)
 
 
-def _open_store(chosen: Any, rank: int, world_size: int | None) -> tuple[dist.Store, int, int | None]:
-    """The store where workers meet, and this worker's rank and the world size as they are found there."""
-    global _meeting
-    if isinstance(chosen.init_method, dist.Store):
-        store = chosen.init_method
-        if rank < 0:
-            raise ValueError("rank parameter missing: with a Store, pass rank (and world_size) to init_rpc.")
-    elif not world_size:
-        store = dist._create_store_from_options(chosen, rank)
-        world_size = None
-        _meeting = store
-    else:
-        if rank != -1 and not 0 <= rank < world_size:
-            raise ValueError(f"rank must be from 0 to world_size - 1 = {world_size - 1}, but it is {rank}.")
-        meeting = dist.rendezvous(chosen.init_method, rank=rank, world_size=world_size)
-        store, rank, world_size = next(meeting)
-        _meeting = meeting, store
-    store.set_timeout(timedelta(seconds=chosen.rpc_timeout or 300.0))
-    return store, rank, world_size
-
-
 def _init_rpc_backend(
     backend: Any = None,
     store: Any = None,
@@ -176,6 +156,7 @@ def _init_rpc_backend(
             raise RuntimeError(f"Argument {argument} must be of type {kind} but got {value!r}")
     if _is_current_rpc_agent_set():
         raise UsageError("RPC is already initialized. Call farprop.rpc.shutdown before init_rpc.")
+    api._forget_gatherings()
     agent = backend_registry.init_backend(
         backend,
         store=store,

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from farprop.errors import UsageError
+from farprop.errors import ConnectionLostError, UsageError
 from farprop.ids import WorkerInfo
 from farprop.protocol.quiescence import Quiescence, Report
 from farprop.rpc import internal
@@ -78,9 +78,13 @@ def _wait_all() -> Iterator[None]:
 
 
 def _init_rpc_states(agent: Any) -> None:
-    global _gatherings
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)
+
+
+def _forget_gatherings() -> None:
+    """Before a worker can be reached: a word of a faster worker may come before init_rpc has returned here."""
+    global _gatherings
     _gatherings = Gatherings()
 
 
@@ -150,8 +154,8 @@ def rpc_async(
 ) -> torch.futures.Future[Any]:
     """Run ``func(*args, **kwargs)`` on worker ``to``; returns a future of its result at once.
 
-    Arguments are as for :func:`rpc_sync`. Don't change the tensors in ``args`` before the future is done: large ones may
-    still be on their way.
+    Arguments are as for :func:`rpc_sync`. Don't change the tensors in ``args`` before the future is done: large ones
+    may still be on their way.
     """
     agent = current_agent()
     if type(to) is not str:
@@ -164,7 +168,10 @@ def rpc_async(
         if _default_pickler is not _internal_rpc_pickler:
             func, args, kwargs = _with_own_pickler(func, args, kwargs)
         future = agent.new_future()
-        agent.call_async(to, func, tuple(args) if args else (), kwargs or {}, timeout, future)
+        try:
+            agent.call_async(to, func, tuple(args) if args else (), kwargs or {}, timeout, future)
+        except ConnectionLostError as error:
+            future.set_exception(error)
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)
     return future
@@ -180,13 +187,21 @@ def _call_profiled(
         shown = getattr(func, "__qualname__", type(func).__qualname__)
     key = _build_rpc_profiling_key(mode, shown, agent.get_worker_info().name, agent.get_worker_info(to).name)
     future = agent.new_future()
-    agent.call_profiled(to, func, tuple(args) if args else (), kwargs or {}, timeout, future, session, key)
+    try:
+        agent.call_profiled(to, func, tuple(args) if args else (), kwargs or {}, timeout, future, session, key)
+    except ConnectionLostError as error:
+        future.set_exception(error)
     return future
 
 
 def _with_own_pickler(func: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     pickled = _default_pickler.serialize(PythonUDF(func, args or (), kwargs or {}))
     return internal.run_pickled, pickled, {}
+
+
+def remote(*_: Any, **__: Any) -> Any:
+    """Remote references are not there yet. Torch's script compiler looks this name up, so it exists."""
+    raise NotImplementedError("farprop.rpc.remote and RRef are not there yet; use rpc_sync and rpc_async.")
 
 
 def get_rpc_timeout() -> float:
@@ -204,9 +219,7 @@ def _set_rpc_timeout(timeout: float) -> None:
 # Gatherings. The next two run on other workers, found by name.
 
 
-def _gather_to_leader(
-    sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None
-) -> None:
+def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None) -> None:
     names = worker_names or {info.name for info in current_agent().get_worker_infos()}
     _gatherings.hear(sequence_id, worker_name, obj, names)
 
@@ -260,9 +273,11 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     """Leave the job and stop farprop on this worker. ``init_rpc`` may be called again after it.
 
     Args:
-        graceful: wait until every worker has called ``shutdown`` and all work everywhere is done. If not, stop now: open
+        graceful: wait until every worker has called ``shutdown`` and all work everywhere is done. If not, stop now:
+        open
             calls fail, here and at those who called us.
-        timeout: seconds to wait for the others; 0 as long as they live. A worker that died ends the wait with an error, and
+        timeout: seconds to wait for the others; 0 as long as they live. A worker that died ends the wait with an
+        error, and
             this worker is shut down all the same.
     """
     agent = current_agent()

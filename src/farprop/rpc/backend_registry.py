@@ -32,9 +32,13 @@ class BackendValue(NamedTuple):
     init_backend_handler: Callable[..., Any]
 
 
+def _show(member: Any) -> str:
+    return f"BackendType.{member.name}"
+
+
 def _make_enum(members: dict[str, BackendValue]) -> Any:
     backend_type = enum.Enum("BackendType", members)  # type: ignore[misc]
-    backend_type.__repr__ = lambda self: f"BackendType.{self.name}"  # type: ignore[method-assign,assignment]
+    backend_type.__repr__ = _show  # type: ignore[method-assign]
     backend_type.__doc__ = "The registered backends. ``register_backend`` adds one."
     return backend_type
 

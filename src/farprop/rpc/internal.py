@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import enum
 from typing import Any, NamedTuple
 
@@ -28,14 +29,16 @@ class PythonUDF(NamedTuple):
 
 
 class _InternalRPCPickler:
-    """Objects to bytes and tensors. Derive from it to encode calls differently, and use it with ``_use_rpc_pickler``."""
+    """Objects to bytes and tensors. Derive from it to encode calls differently, and use it with
+    ``_use_rpc_pickler``.
+    """
 
     def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
         encoded = encode(obj)
         return encoded.meta, [torch.frombuffer(bytearray(b), dtype=torch.uint8) for b in encoded.buffers]
 
     def deserialize(self, binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
-        return decode(binary_data, [memoryview(tensor.numpy()) for tensor in tensor_table])
+        return decode(binary_data, [bytearray(ctypes.string_at(t.data_ptr(), t.nbytes)) for t in tensor_table])
 
 
 _internal_rpc_pickler = _InternalRPCPickler()

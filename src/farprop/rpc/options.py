@@ -51,7 +51,8 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         _transports: list[str] | None = None,
         _channels: list[str] | None = None,
     ) -> None:
-        # _transports and _channels name parts of TensorPipe; they are taken so that torch's code runs, and mean nothing here.
+        # _transports and _channels name parts of TensorPipe; they are taken so that torch's code runs, and mean
+        # nothing here.
         super().__init__(rpc_timeout, init_method)
         if not isinstance(num_worker_threads, int) or num_worker_threads < 1:
             raise ValueError(f"num_worker_threads must be 1 or more, not {num_worker_threads!r}.")
@@ -65,7 +66,8 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         for source, target in _to_device_map(device_map).items():
             if merged.get(source, target) != target:
                 raise ValueError(
-                    f"`set_device_map` only supports 1-to-1 mapping, trying to map {source} to {target} and {merged[source]}"
+                    f"`set_device_map` only supports 1-to-1 mapping, trying to map {source} to {target} "
+                    f"and {merged[source]}"
                 )
             merged[source] = target
         self.device_maps[to] = _to_device_map(merged)

@@ -25,7 +25,7 @@ from farprop.protocol.roster import Entry
 from farprop.runtime import profiling, rendezvous
 from farprop.runtime.futures import Future
 from farprop.runtime.links import Link
-from farprop.runtime.loop import Loop
+from farprop.runtime.loop import Blocked, Loop
 from farprop.runtime.profiling import Session
 from farprop.runtime.secret import Secret, find_secret
 from farprop.runtime.serving import Server
@@ -55,13 +55,16 @@ class AgentOptions:
     master_host: str = "127.0.0.1"
 
 
+def meeting_seconds(rpc_timeout: float) -> float:
+    """How long to wait for the other workers: as long as for an answer, but workers take seconds to start."""
+    return max(rpc_timeout, _MIN_MEETING_SECONDS) if rpc_timeout else _ENDLESS_MEETING_SECONDS
+
+
 class Agent:
     """A worker of a job. It listens from the start; ``join_group`` finds the others."""
 
-    def __init__(
-        self, store: dist.Store, name: str, rank: int, world_size: int | None, options: AgentOptions
-    ) -> None:
-        self.store = store
+    def __init__(self, store: dist.Store, name: str, rank: int, world_size: int | None, options: AgentOptions) -> None:
+        self.store: Any = store  # None once closed: exceptions may keep us alive, and with us the store's sockets
         self.rpc_timeout = float(options.rpc_timeout)
         self.is_static_group = world_size is not None
         self._info = WorkerInfo(name, rank)
@@ -133,12 +136,9 @@ class Agent:
             self._place = rendezvous.enter(self.store, self._own_entry)
             self._entries = rendezvous.members(self.store)
         else:
-            timeout = max(self.rpc_timeout, _MIN_MEETING_SECONDS) if self.rpc_timeout else _ENDLESS_MEETING_SECONDS
-            try:
-                entries = rendezvous.meet(self.store, self._own_entry, timeout)
-            finally:
-                if self._info.id == 0:
-                    self._secret.remove_file()
+            entries = rendezvous.meet(self.store, self._own_entry, meeting_seconds(self.rpc_timeout))
+            if self._info.id == 0:
+                self._secret.remove_file()  # all have read it
             self._entries = {entry.name: entry for entry in entries}
         self._joined.set()
 
@@ -186,9 +186,7 @@ class Agent:
 
     # Connections
 
-    def _new_connection(
-        self, sock: socket.socket, peer: str, on_blocked: Callable[[Connection], None]
-    ) -> Connection:
+    def _new_connection(self, sock: socket.socket, peer: str, on_blocked: Callable[[Connection], None]) -> Connection:
         shared = sock.family == socket.AF_UNIX
         return Connection(sock, peer, shared, self._pool, self._settings.max_message_bytes, on_blocked)
 
@@ -218,9 +216,7 @@ class Agent:
             link = Link(self._loop, name, self._on_lost)
             deadline = time.monotonic() + _DIAL_SECONDS
             try:
-                sock, _ = sockets.dial(
-                    entry, self._net, self._unix_allowed, deadline, partial(self._prove, entry)
-                )
+                sock, _ = sockets.dial(entry, self._net, self._unix_allowed, deadline, partial(self._prove, entry))
             except ConnectionLostError as error:
                 raise ConnectionLostError(
                     f"Can't reach {name} ({entry.host}, pid {entry.pid}): {error}. It has shut down or died, or the "
@@ -228,14 +224,16 @@ class Agent:
                 ) from error
             connection = self._new_connection(sock, name, link.want_output)
             link.attach(connection)
-            with self._lock:
-                closed = self._closed
-                if not closed:
-                    self._links[name] = link
-            if closed:
+            if not self._keep(link):
                 link.lose("this worker shut down")
                 raise UsageError("RPC has been shut down on this worker.")
             return link
+
+    def _keep(self, link: Link) -> bool:
+        with self._lock:
+            if not self._closed:
+                self._links[link.peer] = link
+            return not self._closed
 
     def _prove(self, entry: Entry, sock: socket.socket) -> None:
         machine = Dialler(self._secret.key, self._identity, secrets.token_bytes(32))
@@ -244,8 +242,8 @@ class Agent:
             data = sock.recv(512)
             if not data:
                 raise AuthenticationError(
-                    f"{entry.name} closed the connection during the handshake: it does not know this job's secret, or is "
-                    "not of this job. All workers need the same FARPROP_SECRET."
+                    f"{entry.name} closed the connection during the handshake: it does not know this job's secret, or "
+                    "is not of this job. All workers need the same FARPROP_SECRET."
                 )
             reply = machine.receive(data)
             if reply:
@@ -329,6 +327,10 @@ class Agent:
         future.loop = self._loop
         return future
 
+    def blocked(self) -> Blocked:
+        """``with agent.blocked():`` around a wait in a called function, so that its thread counts as free."""
+        return self._loop.blocked()
+
     # Time
 
     def _on_alarm(self, now: float) -> float:
@@ -374,6 +376,8 @@ class Agent:
         if self._place:
             try:
                 rendezvous.leave(self.store, self._own_entry, self._place)
+                if not rendezvous.members(self.store):
+                    self._secret.remove_file()
             except RuntimeError as error:
                 _log.info("%s: the store is gone already: %s", self._info.name, error)
 
@@ -399,10 +403,13 @@ class Agent:
                 return
             self._closed = True
             links = list(self._links.values())
+        if not self._joined.is_set():
+            self._secret.remove_file()  # nobody will come any more
         for link in links:
             link.lose("this worker shut down")
         self._server.close()
         self._loop.close(timeout)
+        self.store = None
 
 
 def value_of(frame: Frame) -> Any:

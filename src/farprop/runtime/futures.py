@@ -17,9 +17,6 @@ class Future(torch.futures.Future[Any]):
     def wait(self) -> Any:
         loop = self.loop
         if loop is not None and loop.on_pool_thread() and not self.done():
-            if loop.holds_baton():
-                loop.lead_until(self.done, 0.0)
-            if not self.done():
-                with loop.blocked():
-                    return super().wait()
+            with loop.blocked():
+                return super().wait()
         return super().wait()

@@ -1,7 +1,7 @@
 """All workers say something, all hear everything: what barriers and graceful shutdown are made of.
 
-The worker whose name sorts first leads. The others send it their word; when it has all, it sends the collection to each. A
-gathering is known by its workers and a number that counts on every one of them.
+The worker whose name sorts first leads. The others send it their word; when it has all, it sends the collection to
+each. A gathering is known by its workers and a number that counts on every one of them.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Gatherings:
         with self._lock:
             if worker not in names or worker in state.gathered_objects:
                 raise UsageError(
-                    f"{worker} does not belong to the gathering of {key!r}, or has spoken already. All workers must make "
-                    "the same gatherings in the same order."
+                    f"{worker} does not belong to the gathering of {key!r}, or has spoken already. All workers must "
+                    "make the same gatherings in the same order."
                 )
             state.gathered_objects[worker] = word
             if set(state.gathered_objects) == names:
@@ -81,8 +81,8 @@ def gather(
 ) -> dict[str, Any]:
     """Exchange ``word`` among ``names``. ``hear`` and ``conclude`` are what is called on the other workers.
 
-    ``timeout`` bounds the calls and the wait for late-comers; unset bounds the calls alone. A worker that is gone is an error
-    at once, not a wait.
+    ``timeout`` bounds the calls and the wait for late-comers; unset bounds the calls alone. A worker that is gone is
+    an error at once, not a wait.
     """
     own = agent.get_worker_info().name
     leader = min(names)
@@ -103,9 +103,7 @@ def gather(
         gatherings.end(key)
 
 
-def _await(
-    agent: Agent, state: AllGatherStates, names: set[str], own: str, deadline: float, timeout: float
-) -> None:
+def _await(agent: Agent, state: AllGatherStates, names: set[str], own: str, deadline: float, timeout: float) -> None:
     """Wait for the signal while those who can still give it are there."""
     while True:
         for name in sorted(names - {own} - set(state.gathered_objects)):
@@ -151,5 +149,6 @@ def _tell_all(
     if failed:
         first = next(iter(failed.values()))
         raise RpcTimeoutError(
-            f"Followers {sorted(failed)} timed out in _all_gather after {timeout:.2f} seconds. The first error is {first!r}"
+            f"Followers {sorted(failed)} timed out in _all_gather after {timeout:.2f} seconds. "
+            f"The first error is {first!r}"
         ) from first

@@ -14,7 +14,6 @@ import select
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from farprop.errors import ConnectionLostError, ProtocolError, RpcTimeoutError
 from farprop.protocol.calls import CallTable
@@ -273,7 +272,7 @@ class Link:
             call = self._calls.answer(frame.call_id)
         if call is None:
             return  # too late; its buffers go back when the frame is collected
-        if type(call) is SyncCall:
+        if isinstance(call, SyncCall):
             call.frame = frame
             call.ring()
         else:
@@ -370,10 +369,10 @@ class Link:
         self._on_lost(self, reason)
         for call in calls:
             error = self._lost_error()
-            if type(call) is SyncCall:
+            if isinstance(call, SyncCall):
                 call.error = error
                 call.ring()
-            elif isinstance(call, FutureCall):
+            else:
                 self._loop.submit(call.finish, None, error)
 
     def _lost_error(self) -> ConnectionLostError:

@@ -24,7 +24,7 @@ _log = logging.getLogger("farprop.loop")
 STALL = 0.001  # seconds after which the watcher takes the baton from a thread that runs something
 _WATCH_TICKS = 20  # ticks without anything running after which the watcher goes to sleep
 _REST = 5.0  # seconds after which an idle thread that is one too many ends
-SPIN = 100e-6  # seconds to poll before sleeping
+SPIN = 300e-6  # seconds to poll before sleeping
 
 IN, OUT, HANGUP = select.EPOLLIN, select.EPOLLOUT, select.EPOLLRDHUP
 
@@ -64,7 +64,9 @@ class Spinner:
 
 
 class Loop:
-    """See the module's rules. Handlers are called by the holder with the events of their descriptor; they must not block."""
+    """See the module's rules. Handlers are called by the holder with the events of their descriptor; they must not
+    block.
+    """
 
     def __init__(self, name: str, limit: int) -> None:
         self._name = name
@@ -211,9 +213,7 @@ class Loop:
     def _spawn(self, with_baton: bool) -> None:
         ready = threading.Lock()
         ready.acquire()
-        thread = threading.Thread(
-            target=self._thread_main, args=(ready,), name=f"farprop-{self._name}", daemon=True
-        )
+        thread = threading.Thread(target=self._thread_main, args=(ready,), name=f"farprop-{self._name}", daemon=True)
         self._threads.add(thread)
         thread.start()
         if with_baton:

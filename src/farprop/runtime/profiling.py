@@ -1,9 +1,10 @@
 """Calls under ``torch.autograd.profiler_legacy``: what ran on the other workers shows in the caller's profile.
 
-While a thread profiles, its calls ask the callee to profile too. The callee sends the events of its operators back with the
-answer, and they appear in the caller's ``function_events``, under the call's key and marked as remote. Torch's profiler knows
-nothing of this, so three of its module's functions are wrapped: the one that starts a profile (to know its settings), and the one that
-turns records into events (to add ours). The newer ``torch.profiler`` is left alone, as it is by torch's own RPC.
+While a thread profiles, its calls ask the callee to profile too. The callee sends the events of its operators back
+with the answer, and they appear in the caller's ``function_events``, under the call's key and marked as remote. Torch's
+profiler knows nothing of this, so two of its functions are wrapped: the one that starts a profile (to know its
+settings), and the one that turns records into events (to add ours). The newer ``torch.profiler`` is left alone, as
+it is by torch's own RPC.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _LEGACY = torch._C._profiler.ActiveProfilerType.LEGACY
 class Session:
     """One profile on one thread: its settings, when it began, and the events of calls made under it."""
 
-    def __init__(self, config: Any) -> None:
-        self.settings = {name: bool(getattr(config, name, False)) for name in _SETTINGS}
+    def __init__(self, profile: Any) -> None:
+        self.settings = {name: bool(getattr(profile, name)) for name in _SETTINGS}
         self.started = _perf()
         self.events: list[FunctionEvent] = []
 
@@ -50,9 +51,7 @@ class Session:
         for event in remote or ():
             name = f"{key}{REMOTE_OP}{event['name']}"
             times = {"start_us": start + event["start_us"], "end_us": start + event["end_us"]}
-            self.events.append(
-                FunctionEvent(**{**event, "name": name, "trace_name": name, "is_remote": True, **times})
-            )
+            self.events.append(FunctionEvent(**{**event, "name": name, "trace_name": name, "is_remote": True, **times}))
 
 
 def session() -> Session | None:
@@ -105,16 +104,15 @@ def _portable(event: FunctionEvent) -> dict[str, Any]:
     }
 
 
-def _wrapped_enable(config: Any, *args: Any) -> Any:
-    result = _enable(config, *args)
+def _wrapped_start(profile: Any) -> None:
+    _start(profile)  # type: ignore[no-untyped-call]
     if not hasattr(_state, "sessions"):
         _state.sessions = []
-    _state.sessions.append(Session(config))
-    return result
+    _state.sessions.append(Session(profile))
 
 
 def _wrapped_parse(records: Any) -> list[FunctionEvent]:
-    functions: list[FunctionEvent] = _parse(records)
+    functions: list[FunctionEvent] = _parse(records)  # type: ignore[no-untyped-call]
     for event in functions:
         if event.node_id < 0:
             event.node_id = own_node_id
@@ -125,7 +123,7 @@ def _wrapped_parse(records: Any) -> list[FunctionEvent]:
     return functions
 
 
-_enable = profiler_legacy._enable_profiler_legacy
+_start = profiler_legacy.profile._start_trace
 _parse = profiler_legacy._parse_legacy_records
-profiler_legacy._enable_profiler_legacy = _wrapped_enable  # type: ignore[attr-defined]
+profiler_legacy.profile._start_trace = _wrapped_start  # type: ignore[method-assign]
 profiler_legacy._parse_legacy_records = _wrapped_parse

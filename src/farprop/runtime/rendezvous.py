@@ -112,8 +112,8 @@ def _missing(store: dist.Store, world_size: int, timeout: float) -> str:
     ranks = ", ".join(map(str, absent))
     who = f"Rank {ranks} of {world_size} has" if len(absent) == 1 else f"Ranks {ranks} of {world_size} have"
     return (
-        f"{who} not called init_rpc within {timeout:.0f} s. Start all workers with the same init_method and world_size; "
-        "a larger rpc_timeout in the options waits longer."
+        f"{who} not called init_rpc within {timeout:.0f} s. Start all workers with the same init_method and "
+        "world_size; a larger rpc_timeout in the options waits longer."
     )
 
 

@@ -77,8 +77,8 @@ def _directory() -> Path:
     facts = directory.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
         raise UsageError(
-            f"{directory} is not a directory of this user alone, so the job's secret can't be kept there. Remove it, or "
-            "set FARPROP_SECRET."
+            f"{directory} is not a directory of this user alone, so the job's secret can't be kept there. Remove it, "
+            "or set FARPROP_SECRET."
         )
     return directory
 

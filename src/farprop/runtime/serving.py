@@ -267,9 +267,7 @@ class Server:
 
         value.add_done_callback(done)
 
-    def _answer(
-        self, connection: Connection, flags: int, call_id: int, value: Any, record: Record | None
-    ) -> None:
+    def _answer(self, connection: Connection, flags: int, call_id: int, value: Any, record: Record | None) -> None:
         try:
             encoded = encode(value if record is None else (value, record()))
         except BaseException as error:
@@ -347,9 +345,7 @@ class _CoroutineThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    def run(
-        self, coroutine: Any, answer: Callable[[Any], None], fail: Callable[[BaseException], None]
-    ) -> None:
+    def run(self, coroutine: Any, answer: Callable[[Any], None], fail: Callable[[BaseException], None]) -> None:
         async def settle() -> None:
             try:
                 result = await coroutine
@@ -390,7 +386,10 @@ class _CoroutineThread:
 
 
 def _too_late(seconds: float) -> RpcTimeoutError:
-    return RpcTimeoutError(f"The request's {seconds:.3f} s were over before it could start; it was not run.")
+    return RpcTimeoutError(
+        f"RPC ran for more than set timeout ({seconds * 1000:.0f} ms): its time was over before it could start, so it "
+        "was not run."
+    )
 
 
 def _show(function: Any, name: bytes) -> str:

@@ -5,7 +5,8 @@ Rules that hold here:
 - Sending never blocks. What the kernel does not take waits in the outbox, and ``on_blocked`` asks for a call of
   ``flush`` when the socket is writable.
 - Reading is done by one thread at a time; the caller sees to that.
-- Decisions are made under the lock; a connection is closed once, and sending on a closed one is ``ConnectionLostError``.
+- Decisions are made under the lock; a connection is closed once, and sending on a closed one is
+  ``ConnectionLostError``.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from farprop.errors import ConnectionLostError, UsageError
+from farprop.transport.segments import MIN_SHARED, Borrowing, Lending, Segment, SegmentPool
 from farprop.wire.codec import Encoded
 from farprop.wire.frames import FORGET, MAX_BUFFERS, MAX_GIVES, NOTICE, Frame, FrameReader, pack
-from farprop.transport.segments import MIN_SHARED, Borrowing, Lending, Segment, SegmentPool
 
 _DONTWAIT = socket.MSG_DONTWAIT
 _NOSIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
@@ -113,7 +114,7 @@ class Connection:
 
     def _gives(self) -> Sequence[int]:
         returned = self.borrowing.returned
-        gives = []
+        gives: list[int] = []
         while returned and len(gives) < MAX_GIVES:
             gives.append(returned.popleft())
         return gives
@@ -220,7 +221,7 @@ class Connection:
         for frame in frames:
             if frame.buffers:
                 # Now and not later: descriptors are matched to segments by their order in the stream.
-                frame.buffers = [b if type(b) is bytearray else self.borrowing.borrow(*b) for b in frame.buffers]  # type: ignore[misc]
+                frame.buffers = [b if type(b) is bytearray else self.borrowing.borrow(*b) for b in frame.buffers]
             if frame.gives:
                 if frame.flags & FORGET:
                     self.borrowing.forget(frame.gives)

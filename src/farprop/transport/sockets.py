@@ -68,7 +68,8 @@ def listen_tcp(host: str, ports: tuple[int, int] | None) -> socket.socket:
         listener.setblocking(False)
         return listener
     raise UsageError(
-        f"No port of FARPROP_PORT_RANGE {ports[0]}-{ports[1]} is free on {host}. Widen the range: each worker needs one."
+        f"No port of FARPROP_PORT_RANGE {ports[0]}-{ports[1]} is free on {host}. Widen the range: "
+        "each worker needs one."
         if ports
         else f"No port is free on {host}."
     )
@@ -90,7 +91,8 @@ def interface_address(interface: str) -> str:
         except OSError:
             known = ", ".join(name for _, name in socket.if_nameindex())
             raise UsageError(
-                f"FARPROP_INTERFACE={interface!r} is neither an address nor an interface with one. Interfaces here: {known}."
+                f"FARPROP_INTERFACE={interface!r} is neither an address nor an interface with one. "
+                f"Interfaces here: {known}."
             ) from None
     return socket.inet_ntoa(reply[20:24])
 
@@ -144,7 +146,9 @@ def dial(
 
 
 def make_ready(connection: socket.socket) -> None:
-    """Blocking, but receiving gives up every tick so that deadlines are looked at; sending never blocks (MSG_DONTWAIT)."""
+    """Blocking, but receiving gives up every tick so that deadlines are looked at; sending never blocks
+    (MSG_DONTWAIT).
+    """
     connection.settimeout(None)
     seconds = int(RECEIVE_TICK)
     connection.setsockopt(

@@ -47,7 +47,7 @@ class _Reductions:
         if isinstance(obj, torch.jit.ScriptModule):
             return _load_script_module, (_save_script_module(obj),)
         if isinstance(obj, torch._C.ScriptMethod):
-            return getattr, (obj.owner, obj.name)
+            return getattr, (torch.jit._recursive.wrap_cpp_module(obj.owner), obj.name)
         return NotImplemented
 
 
@@ -100,7 +100,7 @@ def _cloud_pickler() -> Any:
     if _CloudPickler is None:
         import cloudpickle
 
-        class CloudPickler(_Reductions, cloudpickle.Pickler):  # type: ignore[misc,name-defined]
+        class CloudPickler(_Reductions, cloudpickle.Pickler):  # type: ignore[misc]
             def reducer_override(self, obj: Any) -> Any:
                 reduced = self.reduce(obj)
                 return super().reducer_override(obj) if reduced is NotImplemented else reduced

@@ -1,7 +1,7 @@
 """A function's exception on its way to the caller.
 
-The exception travels as a pickle inside the message's pickle: if its class can't be imported or rebuilt at the caller, only
-that is lost, and the text beside it becomes a ``RemoteError``.
+The exception travels as a pickle inside the message's pickle: if its class can't be imported or rebuilt at the
+caller, only that is lost, and the text beside it becomes a ``RemoteError``.
 """
 
 from __future__ import annotations

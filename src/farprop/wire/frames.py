@@ -115,7 +115,7 @@ class FrameReader:
         return self._parse_small()
 
     def _parse_small(self) -> list[Frame]:
-        frames = []
+        frames: list[Frame] = []
         small, filled, at = self._small, self._filled, 0
         while filled - at >= HEADER_SIZE:
             head = _HEADER.unpack_from(small, at)
@@ -162,9 +162,7 @@ class FrameReader:
             at += count
         return frames
 
-    def _expect_body(
-        self, head: tuple[int, int, int, int, int, int, float, int], own: bytearray, filled: int
-    ) -> None:
+    def _expect_body(self, head: tuple[int, int, int, int, int, int, float, int], own: bytearray, filled: int) -> None:
         self._head, self._body = head, own
         self._pieces = [memoryview(own)]
         self._piece_filled = filled
@@ -193,17 +191,15 @@ class FrameReader:
             raise ProtocolError(f"a deadline of {seconds} seconds makes no sense")
         body = name + 4 * gives + _BUFFER.size * buffers + meta
         if body > self._max_bytes:
-            raise ProtocolError(
-                f"a frame of {body} bytes is larger than FARPROP_MAX_MESSAGE_BYTES={self._max_bytes}"
-            )
+            raise ProtocolError(f"a frame of {body} bytes is larger than FARPROP_MAX_MESSAGE_BYTES={self._max_bytes}")
         return body
 
-    def _frame_of(
-        self, head: tuple[int, int, int, int, int, int, float, int], body: bytes | bytearray
-    ) -> Frame:
+    def _frame_of(self, head: tuple[int, int, int, int, int, int, float, int], body: bytes | bytearray) -> Frame:
         kind, flags, buffer_count, name_length, give_count, call_id, seconds, meta_length = head
         if not buffer_count and not give_count:
-            return Frame(kind, flags, call_id, seconds, bytes(body[:name_length]), memoryview(body)[name_length:], (), [])
+            return Frame(
+                kind, flags, call_id, seconds, bytes(body[:name_length]), memoryview(body)[name_length:], (), []
+            )
         at = name_length
         gives = struct.unpack_from(f"<{give_count}I", body, at)
         at += 4 * give_count
@@ -218,6 +214,4 @@ class FrameReader:
                     f"a buffer of {length} bytes is empty or larger than FARPROP_MAX_MESSAGE_BYTES={self._max_bytes}"
                 )
             buffers.append((segment, length) if segment else bytearray(length))
-        return Frame(
-            kind, flags, call_id, seconds, bytes(body[:name_length]), memoryview(body)[at:], gives, buffers
-        )
+        return Frame(kind, flags, call_id, seconds, bytes(body[:name_length]), memoryview(body)[at:], gives, buffers)

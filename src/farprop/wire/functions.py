@@ -21,7 +21,7 @@ _names: dict[Any, bytes] = {}
 _resolvers: dict[bytes, tuple[Any, Callable[[Any], Any]]] = {}
 
 
-class FunctionNotFound(RuntimeError):  # noqa: N818 - raised to users under its reason, not its name
+class FunctionNotFound(RuntimeError):
     """The caller named a function that this worker's modules don't have."""
 
 

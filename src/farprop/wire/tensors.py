@@ -23,11 +23,49 @@ INLINE_LIMIT = 32 * 1024
 MAX_WASTE = 1 << 20
 
 # The position in this list is the dtype's code on the wire: only ever append.
-_DTYPE_NAMES = (
-    "float32 float64 float16 bfloat16 complex64 complex128 complex32 int8 int16 int32 int64 uint8 uint16 uint32 "
-    "uint64 bool float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu bits8 bits16 bits1x8 "
-    "bits2x4 bits4x2 float4_e2m1fn_x2 int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7"
-).split()
+_DTYPE_NAMES = [
+    "float32",
+    "float64",
+    "float16",
+    "bfloat16",
+    "complex64",
+    "complex128",
+    "complex32",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "bool",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "bits8",
+    "bits16",
+    "bits1x8",
+    "bits2x4",
+    "bits4x2",
+    "float4_e2m1fn_x2",
+    "int1",
+    "int2",
+    "int3",
+    "int4",
+    "int5",
+    "int6",
+    "int7",
+    "uint1",
+    "uint2",
+    "uint3",
+    "uint4",
+    "uint5",
+    "uint6",
+    "uint7",
+]
 _DTYPES: list[torch.dtype | None] = [getattr(torch, name, None) for name in _DTYPE_NAMES]
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
 
@@ -52,16 +90,14 @@ class Sent(NamedTuple):
     end: int
 
 
-class SpanTooShort(Exception):  # noqa: N818 - not an error: it asks for a second attempt
+class SpanTooShort(Exception):
     """A second view needs bytes outside the range already sent: encode again with the whole storage."""
 
     def __init__(self, storage: int) -> None:
         self.storage = storage
 
 
-def reduce_tensor(
-    tensor: torch.Tensor, sent: dict[int, Sent], whole: frozenset[int] | None
-) -> tuple[Any, ...] | None:
+def reduce_tensor(tensor: torch.Tensor, sent: dict[int, Sent], whole: frozenset[int] | None) -> tuple[Any, ...] | None:
     """How to pickle ``tensor``, or None to leave it to torch. ``whole`` names storages to send entirely."""
     code = _CODES.get(tensor.dtype)
     if code is None or tensor.layout is not _STRIDED:
@@ -88,7 +124,7 @@ def reduce_tensor(
             stride, span = None, count
     storage = tensor.untyped_storage()
     base = storage.data_ptr()
-    start = tensor.storage_offset() * item
+    start = int(tensor.storage_offset()) * item
     end = start + span * item
     earlier = sent.get(base)
     if earlier is not None:
@@ -118,9 +154,7 @@ def reduce_tensor(
 def _dtype(code: int) -> torch.dtype:
     dtype = _DTYPES[code]
     if dtype is None:
-        raise UsageError(
-            f"This worker's torch has no dtype {_DTYPE_NAMES[code]}. Run the same torch on every worker."
-        )
+        raise UsageError(f"This worker's torch has no dtype {_DTYPE_NAMES[code]}. Run the same torch on every worker.")
     return dtype
 
 

@@ -1,0 +1,49 @@
+# Everything runs in .venv, which the first command makes. It is made again only when what is to be installed changes.
+
+PYTHON ?= python3
+PIP_ARGS ?=
+RUN := .venv/bin/python
+READY := .venv/.installed
+
+.PHONY: help demo test bench bench-peers conformance lint format clean
+
+help:
+	@echo "make demo | test | lint | format | bench | bench-peers | conformance [ONLY=Class] [HELD=1] | clean"
+
+demo: $(READY)
+	@$(RUN) examples/demo.py
+
+test: $(READY)
+	@$(RUN) -m pytest
+
+bench: $(READY)
+	@$(RUN) -m bench
+
+bench-peers: $(READY)
+	@$(RUN) -m bench.peers
+
+conformance: $(READY)
+	@$(RUN) -m tests.conformance $(if $(HELD),--held) $(if $(ONLY),--only $(ONLY))
+
+lint: $(READY)
+	@$(RUN) -m ruff check
+	@$(RUN) -m ruff format --check
+	@$(RUN) -m mypy
+	@.venv/bin/lint-imports
+
+format: $(READY)
+	@$(RUN) -m ruff check --fix-only
+	@$(RUN) -m ruff format
+
+clean:
+	rm -rf .venv
+
+# The constraints keep torch at the version that farprop is tested with.
+$(READY): pyproject.toml constraints.txt | .venv/bin/python
+	@echo "Installing into .venv; this happens once, and takes a while."
+	@$(RUN) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit("farprop needs Python 3.11 or later, and $(PYTHON) is older: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	@$(PYTHON) -m venv .venv

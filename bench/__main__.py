@@ -1,0 +1,146 @@
+"""`python -m bench`: the same work on farprop and on torch.distributed.rpc."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import floor_side, machine
+from bench.driver import ROOT, Child, Dormant, Pair, start, stop
+from bench.load import one_busy_core
+from bench.report import comparison, floor_lines, to_json
+from bench.rounds import Job, alternate
+from bench.stats import rounded
+from bench.works import WORKS, Work
+
+PACKAGES = {"farprop": "farprop", "torch": "torch.distributed"}
+ROUNDS = 9
+QUICK_ROUNDS = 3
+# A visit to a side ends after this, however slow the machine is just then.
+VISIT_SECONDS = 1.0
+QUICK_VISIT_SECONDS = 0.1
+TITLES = {"quiet": "Quiet", "loaded": "Under load (another process burns one core)"}
+# A part of the table, or a hasty one, must not replace the results that are kept.
+FULL_RESULTS = ROOT / "bench" / "results.json"
+PARTIAL_RESULTS = ROOT / "build" / "bench-partial.json"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the command line asks for."""
+
+    works: list[Work]
+    conditions: list[str]
+    rounds: int
+    seconds: float
+    ours: str
+    theirs: str
+    output: Path
+
+
+def parse(arguments: list[str]) -> Plan:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("--quiet", action="store_true", help="only with the machine left alone")
+    parser.add_argument("--load", action="store_true", help="only with one core kept busy")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and samples, for a first look")
+    parser.add_argument("--only", action="append", choices=list(WORKS), help="this work; may be repeated")
+    parser.add_argument("--rounds", type=_positive, help=f"visits to each side (default {ROUNDS})")
+    parser.add_argument("--output", type=Path, help="where to write the JSON")
+    parser.add_argument("--sides", default="farprop,torch", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    ours, _, theirs = options.sides.partition(",")
+    if not {ours, theirs} <= set(PACKAGES):
+        parser.error(f"--sides takes two of {', '.join(PACKAGES)}")
+    both = options.quiet == options.load
+    partial = bool(options.quick or options.only or not both or options.sides != "farprop,torch")
+    return Plan(
+        works=[WORKS[name] for name in WORKS if not options.only or name in options.only],
+        conditions=["quiet", "loaded"] if both else ["quiet" if options.quiet else "loaded"],
+        rounds=options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS),
+        seconds=QUICK_VISIT_SECONDS if options.quick else VISIT_SECONDS,
+        ours=ours,
+        theirs=theirs,
+        output=options.output or (PARTIAL_RESULTS if partial else FULL_RESULTS),
+    )
+
+
+def jobs_for(plan: Plan, pairs: Mapping[tuple[str, ...], Dormant], floor: Child) -> Iterable[Job]:
+    for kind in floor_side.KINDS:
+        yield Job(kind, {"floor": (floor, kind)}, floor_side.SAMPLES, floor_side.WARMUP)
+    for work in plan.works:
+        ours = pairs["ours", *_flat(work.env)]
+        sides = {"ours": (ours, work.name), "theirs": (pairs["theirs",], work.name)}
+        yield Job(work.name, sides, work.samples, work.warmup, work.calls)
+
+
+def main() -> int:
+    plan = parse(sys.argv[1:])
+    facts = machine.facts()
+    print(machine.describe(facts))
+    floor = Child("bench.floor_side")
+    pairs: dict[tuple[str, ...], Pair] = {("theirs",): Pair(PACKAGES[plan.theirs], {})}
+    for work in plan.works:
+        key = ("ours", *_flat(work.env))
+        if key not in pairs:
+            pairs[key] = Pair(PACKAGES[plan.ours], work.env)
+    processes = [[floor], *(pair.children for pair in pairs.values())]
+    runs: dict[str, Any] = {}
+    failed = False
+    try:
+        start(processes)
+        dormant = {key: Dormant(pair) for key, pair in pairs.items()}
+        jobs = list(jobs_for(plan, dormant, floor))
+        for condition in plan.conditions:
+            # the burner is ours, and at work while we look
+            others = machine.Others(ours=1.0 if condition == "loaded" else 0.0)
+            busy = one_busy_core() if condition == "loaded" else contextlib.nullcontext()
+            with busy:
+                outcomes = alternate(
+                    jobs,
+                    plan.rounds,
+                    plan.seconds,
+                    functools.partial(_before_round, others, condition, plan.rounds),
+                )
+            runs[condition] = {
+                "cores_busy_with_other_work": rounded(others.looks),
+                **to_json(plan.works, outcomes),
+            }
+            print(f"\n{TITLES[condition]}; {others}")
+            print(comparison(plan.works, outcomes, plan.ours, plan.theirs))
+            print("\n".join(floor_lines(plan.works, outcomes, plan.ours)))
+            failed = failed or any(outcome.errors for outcome in outcomes.values())
+    finally:
+        stop(processes)
+    plan.output.parent.mkdir(parents=True, exist_ok=True)
+    results = {"machine": facts, "sides": [plan.ours, plan.theirs], "rounds": plan.rounds, "runs": runs}
+    plan.output.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"\nAll numbers: {plan.output}")
+    return 1 if failed else 0
+
+
+def _flat(env: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(f"{key}={value}" for key, value in sorted(env.items()))
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return number
+
+
+def _before_round(others: machine.Others, condition: str, rounds: int, number: int) -> None:
+    others.look()
+    if sys.stderr.isatty():
+        print(f"\r{condition}: round {number + 1} of {rounds} ", end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

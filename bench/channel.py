@@ -1,0 +1,81 @@
+"""The child's end: a process that measures what its parent asks for and otherwise sleeps in a read.
+
+One JSON object a line: commands on stdin, one reply each on what was stdout. End of file means stop.
+Standard library only: the peers' venvs import this too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+Sample = Callable[[], object]
+
+
+def serve(prepare: Callable[[str], Sample], reply_fd: int) -> None:
+    """Answer commands until stdin ends. `prepare` makes a work's sample function, once a work."""
+    prepared: dict[str, Sample] = {}
+    with os.fdopen(reply_fd, "w") as replies:
+
+        def reply(message: dict[str, Any]) -> None:
+            replies.write(json.dumps(message) + "\n")
+            replies.flush()
+
+        reply({"ready": os.getpid()})
+        for line in sys.stdin:
+            try:
+                reply(_answer(json.loads(line), prepare, prepared))
+            except Exception as error:  # the table says what failed; the other works go on
+                reply({"error": f"{type(error).__name__}: {error}"})
+
+
+def _answer(command: dict[str, Any], prepare: Callable[[str], Sample], prepared: dict[str, Sample]) -> dict[str, Any]:
+    name = command["work"]
+    warmup = command["warmup"]
+    if name not in prepared:
+        prepared[name] = prepare(name)
+        # the first visit also fills caches and pools
+        warmup += max(1, command["samples"] // 5)
+    sample = prepared[name]
+    for _ in range(warmup):
+        sample()
+    if command.get("untimed"):
+        # a list of times would look like a leak
+        for _ in range(command["samples"]):
+            sample()
+        return {"us": []}
+    return {"us": _timed(sample, command["samples"], command["seconds"])}
+
+
+def _timed(sample: Sample, count: int, seconds: float) -> list[float]:
+    """µs of up to `count` samples; fewer, but at least one, when they take longer than `seconds`."""
+    clock = time.perf_counter
+    end = clock() + seconds
+    taken: list[float] = []
+    while len(taken) < count:
+        start = clock()
+        sample()
+        now = clock()
+        taken.append((now - start) * 1e6)
+        if now > end:
+            break
+    return taken
+
+
+def die_with_parent() -> None:
+    """For a child that may be frozen when its parent is killed, and so would not see the end of its stdin."""
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def take_stdout() -> int:
+    """Keep stdout for replies; what else prints goes to stderr. Call it before importing anything chatty."""
+    reply_fd = os.dup(1)
+    os.dup2(2, 1)
+    return reply_fd

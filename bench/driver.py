@@ -1,0 +1,174 @@
+"""The parent's end: starts the processes of each side, asks them to measure, stops them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+ROOT = Path(__file__).resolve().parent.parent
+START_SECONDS = 120
+STOP_SECONDS = 20
+
+# One intra-op thread on each side: the calls are compared, not torch's thread pools.
+BASE_ENV = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class BenchError(RuntimeError):
+    """A side could not start, or could not do a work."""
+
+
+class Side(Protocol):
+    """Something that can be asked for a round."""
+
+    def measure(self, work: str, samples: int, warmup: int, seconds: float) -> list[float]: ...
+
+
+class Child:
+    """A process that talks as `bench.channel` does."""
+
+    def __init__(
+        self,
+        module: str,
+        *args: str,
+        env: Mapping[str, str] | None = None,
+        python: str = sys.executable,
+        patience: float = 180,
+    ) -> None:
+        inherited = {key: value for key, value in os.environ.items() if key != "FARPROP_TRANSPORT"}
+        self.name = " ".join([module, *args])
+        self.patience = patience
+        self.process = subprocess.Popen(
+            [python, "-m", module, *args],
+            cwd=ROOT,
+            env={**inherited, **BASE_ENV, **(env or {})},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def wait_ready(self) -> None:
+        self._receive(START_SECONDS)
+
+    def measure(self, work: str, samples: int, warmup: int, seconds: float) -> list[float]:
+        """One round of up to `samples` and about `seconds`, in µs a sample."""
+        answer = self._ask({"work": work, "samples": samples, "warmup": warmup, "seconds": seconds})
+        return [float(sample) for sample in answer["us"]]
+
+    def repeat(self, work: str, count: int) -> None:
+        """Do a work `count` times without keeping times."""
+        self._ask({"work": work, "samples": count, "warmup": 0, "untimed": True})
+
+    def hang_up(self) -> None:
+        """Tell the child to stop, without waiting for it: two workers must shut down together."""
+        assert self.process.stdin is not None
+        self.thaw()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+    def freeze(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def join(self) -> None:
+        try:
+            self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            print(f"{self.name} did not stop in {STOP_SECONDS} s and was killed", file=sys.stderr)
+            self.process.kill()
+            self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(command) + "\n")
+            self.process.stdin.flush()
+        except OSError as error:
+            raise BenchError(f"{self.name} is gone") from error
+        return self._receive(self.patience)
+
+    def _receive(self, patience: float) -> dict[str, Any]:
+        stdout = self.process.stdout
+        assert stdout is not None
+        # a reply is one line written at once, so readability means a whole line
+        if not select.select([stdout], [], [], patience)[0]:
+            self.process.kill()
+            raise BenchError(f"{self.name} did not answer in {patience:.0f} s")
+        line = stdout.readline()
+        if not line:
+            raise BenchError(f"{self.name} ended with status {self.process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise BenchError(answer["error"])
+        return answer
+
+
+class Pair:
+    """Two workers of one rpc package: w0 drives, w1 serves."""
+
+    def __init__(self, package: str, env: Mapping[str, str]) -> None:
+        port = str(free_port())
+        self.children = [Child("bench.rpc_side", package, str(rank), port, env=env) for rank in (0, 1)]
+        self.measure = self.children[0].measure
+        self.repeat = self.children[0].repeat
+
+
+class Dormant:
+    """A pair that is frozen except while it measures.
+
+    Waiting is not enough: a thread of torch's (TP_SHM_reactor) polls without end in every idle worker, so an
+    idle pair takes two cores from whoever is measured. Both sides are treated alike.
+    """
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self._each(Child.freeze)
+
+    def measure(self, work: str, samples: int, warmup: int, seconds: float) -> list[float]:
+        self._each(Child.thaw)
+        try:
+            return self.pair.measure(work, samples, warmup, seconds)
+        finally:
+            self._each(Child.freeze)
+
+    def _each(self, action: Callable[[Child], None]) -> None:
+        for child in self.pair.children:
+            action(child)
+
+
+def start(groups: Sequence[Sequence[Child]]) -> None:
+    """Wait for processes that were started all at once."""
+    for child in (child for group in groups for child in group):
+        child.wait_ready()
+
+
+def stop(groups: Sequence[Sequence[Child]]) -> None:
+    children = [child for group in groups for child in group]
+    for child in children:
+        child.hang_up()
+    for child in children:
+        child.join()
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

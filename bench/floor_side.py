@@ -1,0 +1,63 @@
+"""The floor: a bare ping-pong of 100 bytes between two processes, blocking, nothing else.
+
+`python -m bench.floor_side` is both: it starts itself again as the one that answers.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+from bench.channel import Sample, serve, take_stdout
+
+SIZE = 100
+SAMPLES = 400
+WARMUP = 20
+KINDS = {"unix": "bare Unix-socket ping-pong", "tcp": "bare TCP ping-pong"}
+
+
+def ping(kind: str) -> Sample:
+    end = _connected(kind)
+    message = b"x" * SIZE
+
+    def sample() -> None:
+        end.sendall(message)
+        end.recv(SIZE, socket.MSG_WAITALL)
+
+    return sample
+
+
+def pong(end: socket.socket) -> None:
+    while message := end.recv(SIZE, socket.MSG_WAITALL):
+        end.sendall(message)
+
+
+def _connected(kind: str) -> socket.socket:
+    """Our end of a connection to a process of its own that answers."""
+    if kind == "unix":
+        ours, theirs = socket.socketpair()
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            ours = socket.create_connection(listener.getsockname())
+            theirs, _ = listener.accept()
+        for end in (ours, theirs):
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with theirs:
+        # it ends by itself when our end is closed
+        subprocess.Popen([sys.executable, "-m", "bench.floor_side", str(theirs.fileno())], pass_fds=[theirs.fileno()])
+    return ours
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        os.close(0)  # the commands are for the driver
+        with socket.socket(fileno=int(sys.argv[1])) as end:
+            pong(end)
+    else:
+        serve(ping, take_stdout())
+
+
+if __name__ == "__main__":
+    main()

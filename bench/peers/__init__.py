@@ -1,0 +1,1 @@
+"""Farprop against Ray and Monarch: `python -m bench.peers`."""

@@ -1,0 +1,37 @@
+"""One worker of a pair: `python -m bench.rpc_side PACKAGE RANK PORT`."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+from bench.channel import Sample, die_with_parent, serve, take_stdout
+
+NUM_WORKER_THREADS = 16
+
+
+def main(package: str, rank: int, port: int) -> None:
+    die_with_parent()
+    reply_fd = take_stdout()
+    import torch
+
+    from bench.works import WORKS, Api
+
+    torch.set_num_threads(1)
+    # torch's own shutdown says this of itself
+    warnings.filterwarnings("ignore", message="You are using a Backend")
+    api = Api(package)
+    options = api.rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=NUM_WORKER_THREADS, init_method=f"tcp://127.0.0.1:{port}"
+    )
+    api.rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+
+    def prepare(name: str) -> Sample:
+        return WORKS[name].prepare(api, "w1")
+
+    serve(prepare, reply_fd)
+    api.rpc.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

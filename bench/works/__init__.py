@@ -1,0 +1,81 @@
+"""What is measured. One file a family; a file registers its works with `@work` and is imported at the end.
+
+A work's function gets the side's `Api` and the name of the other worker, and returns a function that does one
+sample. It checks one result first, so that a wrong answer is never timed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import ModuleType
+
+Sample = Callable[[], object]
+
+
+class Api:
+    """The modules of one side: `torch.distributed`'s or `farprop`'s."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    @cached_property
+    def rpc(self) -> ModuleType:
+        return importlib.import_module(f"{self.package}.rpc")
+
+    @cached_property
+    def autograd(self) -> ModuleType:
+        return importlib.import_module(f"{self.package}.autograd")
+
+
+@dataclass(frozen=True)
+class Work:
+    """One row of the table."""
+
+    name: str
+    label: str
+    goal: float
+    """torch's time over ours that we want to reach."""
+    prepare: Callable[[Api, str], Sample]
+    samples: int
+    """In each round, unless its time is up before."""
+    warmup: int
+    """Samples before each round that don't count."""
+    calls: int
+    """Calls in one sample; times are reported a call."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """For farprop's processes; works with another environment get a pair of their own."""
+    floor: str = ""
+    """The bare ping-pong to compare with, if any."""
+
+
+WORKS: dict[str, Work] = {}
+
+
+def work(
+    name: str,
+    label: str,
+    *,
+    goal: float,
+    samples: int,
+    warmup: int,
+    calls: int = 1,
+    env: Mapping[str, str] | None = None,
+    floor: str = "",
+) -> Callable[[Callable[[Api, str], Sample]], Callable[[Api, str], Sample]]:
+    """Register the decorated function as a work."""
+
+    def register(prepare: Callable[[Api, str], Sample]) -> Callable[[Api, str], Sample]:
+        if name in WORKS:
+            raise ValueError(f"two works are named {name!r}")
+        WORKS[name] = Work(name, label, goal, prepare, samples, warmup, calls, env or {}, floor)
+        return prepare
+
+    return register
+
+
+# The order of these is the order of the table.
+for _family in ("calls", "echo", "tcp"):
+    importlib.import_module(f"{__name__}.{_family}")

@@ -1,0 +1,127 @@
+"""Nested calls, many threads, and slow functions beside quick ones."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import farprop.rpc as rpc
+from tests.calls import functions as f
+from tests.support.workers import cluster
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_two_hundred_nested_calls_with_four_threads(env: dict[str, str], mode: str) -> None:
+    with cluster(2, env, options={"num_worker_threads": 4}) as c:
+        assert c.run(0, f.chain, 200, "worker0", "worker1", mode) == 200
+
+
+def _many_chains(depth: int) -> int:
+    futures = [rpc.rpc_async("worker1", f.chain, args=(depth, "worker1", "worker0", "sync")) for _ in range(10)]
+    return sum(torch.futures.wait_all(futures))
+
+
+def test_chains_from_both_ends_at_once(env: dict[str, str]) -> None:
+    with cluster(2, env, options={"num_worker_threads": 2}) as c:
+        other = c.start(1, f.chain, 40, "worker1", "worker0", "sync")
+        assert c.run(0, _many_chains, 20) == 200
+        assert other.result() == 40
+
+
+def _twenty_threads() -> None:
+    errors: list[BaseException] = []
+
+    def work(me: int) -> None:
+        try:
+            for i in range(100):
+                to = f"worker{1 + (me + i) % 2}"
+                if i % 3 == 0:
+                    assert rpc.rpc_async(to, f.add, args=(me, i)).wait() == me + i
+                elif i % 3 == 1:
+                    tensor = torch.full((20_000,), float(me))
+                    assert torch.equal(rpc.rpc_sync(to, f.identity, args=(tensor,)), tensor)
+                else:
+                    assert rpc.rpc_sync(to, f.add, args=(me, i)) == me + i
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+
+
+def test_twenty_threads_at_once(env: dict[str, str]) -> None:
+    with cluster(3, env) as c:
+        c.run(0, _twenty_threads)
+
+
+def _slow_beside_quick() -> None:
+    slow = [rpc.rpc_async("worker1", f.wait_for_gate) for _ in range(3)]
+    for i in range(50):
+        assert rpc.rpc_sync("worker1", f.add, args=(i,)) == i + 1
+    assert not any(future.done() for future in slow)
+    rpc.rpc_sync("worker1", f.open_gate)
+    assert torch.futures.wait_all(slow) == ["through"] * 3
+
+
+def test_slow_functions_do_not_hold_up_quick_ones(env: dict[str, str]) -> None:
+    with cluster(2, env, options={"num_worker_threads": 4}) as c:
+        c.run(0, _slow_beside_quick)
+
+
+_now_running = 0
+_most_running = 0
+_lock = threading.Lock()
+
+
+def _count_running(barrier_seconds: float) -> int:
+    global _now_running, _most_running
+    with _lock:
+        _now_running += 1
+        _most_running = max(_most_running, _now_running)
+    f.sleep(barrier_seconds)
+    with _lock:
+        _now_running -= 1
+    return _most_running
+
+
+def _limit_holds() -> None:
+    futures = [rpc.rpc_async("worker1", _count_running, args=(0.02,)) for _ in range(30)]
+    assert max(torch.futures.wait_all(futures)) == 3
+
+
+def test_no_more_than_num_worker_threads_run_at_once() -> None:
+    with cluster(2, options={"num_worker_threads": 3}) as c:
+        c.run(0, _limit_holds)
+
+
+def _callbacks_may_call() -> None:
+    def again(future: Any) -> Any:
+        return (
+            rpc.rpc_sync("worker1", f.add, args=(future.wait(), 1))
+            + rpc.rpc_async("worker1", f.add, args=(1, 1)).wait()
+        )
+
+    futures = [rpc.rpc_async("worker1", f.add, args=(i, 1)).then(again) for i in range(20)]
+    assert torch.futures.wait_all(futures) == [i + 4 for i in range(20)]
+
+
+def test_callbacks_of_futures_may_make_calls_and_wait(env: dict[str, str]) -> None:
+    with cluster(2, env, options={"num_worker_threads": 1}) as c:
+        c.run(0, _callbacks_may_call)
+
+
+def _in_flight() -> None:
+    futures = [rpc.rpc_async("worker1", f.add, args=(i,)) for i in range(5000)]
+    assert torch.futures.wait_all(futures) == list(range(1, 5001))
+
+
+def test_five_thousand_in_flight(env: dict[str, str]) -> None:
+    with cluster(2, env) as c:
+        c.run(0, _in_flight)

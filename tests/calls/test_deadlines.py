@@ -1,0 +1,105 @@
+"""Deadlines: per call, per process, none; and what is too late is not started."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+import torch
+
+import farprop.rpc as rpc
+from farprop.errors import RpcTimeoutError
+from tests.calls import functions as f
+from tests.support.workers import cluster
+
+
+def _per_call_and_per_process() -> None:
+    began = time.monotonic()
+    with pytest.raises(RpcTimeoutError, match=r"RPC ran for more than set timeout \(100 ms\).*worker1"):
+        rpc.rpc_sync("worker1", f.wait_for_gate, timeout=0.1)
+    future = rpc.rpc_async("worker1", f.wait_for_gate, timeout=0.1)
+    with pytest.raises(RpcTimeoutError):
+        future.wait()
+    assert time.monotonic() - began < 20
+    rpc._set_rpc_timeout(0.05)
+    assert rpc.get_rpc_timeout() == 0.05
+    with pytest.raises(RpcTimeoutError):
+        rpc.rpc_sync("worker1", f.wait_for_gate)
+    with pytest.raises(RpcTimeoutError):
+        rpc.rpc_async("worker1", f.wait_for_gate).wait()
+    forever = rpc.rpc_async("worker1", f.wait_for_gate, timeout=0)
+    rpc._set_rpc_timeout(0)
+    also = rpc.rpc_async("worker1", f.wait_for_gate)
+    rpc._set_rpc_timeout(60)
+    rpc.rpc_sync("worker1", f.open_gate)
+    assert forever.wait() == also.wait() == "through"
+    with pytest.raises(ValueError, match="0 .none. or more"):
+        rpc._set_rpc_timeout(-5)
+
+
+def test_deadlines_hold(env: dict[str, str]) -> None:
+    with cluster(2, env) as c:
+        c.run(0, _per_call_and_per_process)
+
+
+def _late_work_is_not_started() -> None:
+    blocker = rpc.rpc_async("worker1", f.wait_for_gate)  # the only thread
+    late = rpc.rpc_async("worker1", f.note, args=("late",), timeout=0.05)
+    with pytest.raises(RpcTimeoutError):
+        late.wait()
+    in_time = rpc.rpc_async("worker1", f.note, args=("in time",), timeout=60)
+    rpc.rpc_sync("worker0", f.noop)
+    f.gate.clear()
+    # A second way in: the gate is opened by a coroutine, which needs no thread of the pool for long.
+    rpc.rpc_async("worker1", f.open_gate)
+    del blocker, in_time
+
+
+def _open_gate_directly() -> None:
+    f.open_gate()
+
+
+def test_what_is_too_late_is_not_started() -> None:
+    with cluster(2, options={"num_worker_threads": 1}) as c:
+        c.run(0, _late_work_is_not_started)
+        c.run(1, _open_gate_directly)
+        assert c.run(0, _noted_when_quiet) == ["in time"]
+
+
+def _noted_when_quiet() -> list[str]:
+    while "in time" not in (noted := rpc.rpc_sync("worker1", f.noted)):
+        pass
+    return list(noted)
+
+
+def _stopped_peer() -> None:
+    began = time.monotonic()
+    with pytest.raises(RpcTimeoutError):
+        rpc.rpc_sync("worker1", f.noop, timeout=0.3)
+    futures = []
+    for _ in range(3):
+        futures.append(rpc.rpc_async("worker1", f.identity, args=(torch.zeros(5_000_000),), timeout=0.3))
+    for future in futures:
+        with pytest.raises(RpcTimeoutError):
+            future.wait()
+    with pytest.raises(RpcTimeoutError):
+        rpc.rpc_sync("worker1", f.identity, args=(bytes(30_000_000),), timeout=0.3)
+    assert time.monotonic() - began < 30
+
+
+def _after_it_goes_on() -> None:
+    assert rpc.rpc_sync("worker1", f.add, args=(1,), timeout=30) == 2
+    assert rpc.rpc_sync("worker1", f.identity, args=(torch.ones(5_000_000),), timeout=30)[-1] == 1
+
+
+def test_a_stopped_peer_costs_the_deadline_and_no_more(env: dict[str, str]) -> None:
+    """It takes no bytes, so the socket fills up; the caller must see its deadline all the same."""
+    with cluster(2, env) as c:
+        c.run(0, rpc.rpc_sync, "worker1", f.noop)
+        c.signal(1, signal.SIGSTOP)
+        try:
+            c.run(0, _stopped_peer)
+        finally:
+            c.signal(1, signal.SIGCONT)
+        c.run(0, _after_it_goes_on)

@@ -1,0 +1,161 @@
+"""The test classes, put together as PyTorch puts them together, but with ranks that are forked, not spawned.
+
+``load()`` must run before anything else has imported PyTorch's test modules. It leaves the process with one
+thread, so that tests can be forked from it, and their ranks from them: ``import torch`` is paid for once.
+"""
+
+import ast
+import ctypes
+import gc
+import importlib
+import importlib.util
+import os
+import signal
+import sys
+import traceback
+import types
+import unittest
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing
+
+from tests.conformance import placeholders
+
+_RPC_UTILS = "torch.testing._internal.distributed.rpc_utils"
+_IMPORT_ERROR = "_conformance_import_error"
+_FIXTURES = "torch.testing._internal.distributed.rpc"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """One of PyTorch's test classes, to be mixed with the fixture of an agent."""
+
+    tests: type
+    fixture_module: str
+    fixture: str
+
+    @property
+    def names(self) -> list[str]:
+        return list(unittest.TestLoader().getTestCaseNames(self.tests))
+
+    @property
+    def import_error(self) -> str | None:
+        """The traceback of the import of the class's module, if that failed."""
+        return getattr(self.tests, _IMPORT_ERROR, None)
+
+    def build(self) -> type[unittest.TestCase]:
+        """The class to run. To be called in the process of the test.
+
+        The faulty agent's fixture registers a backend when it is imported, and that replaces the
+        ``BackendType`` that other tests compare with. PyTorch, too, runs the faulty agent's tests apart.
+        """
+        utils = importlib.import_module(_RPC_UTILS)
+        fixture = getattr(importlib.import_module(self.fixture_module), self.fixture)
+        (class_,) = utils.generate_tests("", fixture, [self.tests], __name__).values()
+        class_._spawn_processes = _fork_ranks
+        # A test that sends a method of its own class to another rank has it looked up here.
+        globals()[class_.__name__] = class_
+        built: type[unittest.TestCase] = class_
+        return built
+
+
+def load(on: str) -> tuple[dict[str, Suite], list[str]]:
+    """Import the tests, on ``"farprop"`` or ``"torch"``.
+
+    Returns the test classes by name, and the names that placeholders were made for.
+    """
+    filled: list[str] = []
+    if on == "farprop":
+        # First the placeholders: install() also points what torch itself took from its RPC at ours.
+        filled = placeholders.fill()
+        importlib.import_module("farprop.compat").install()
+    # What all test modules need. If this fails (it wants the package expecttest) there is nothing to run.
+    importlib.import_module("torch.testing._internal.common_distributed")
+    _stand_in_for_broken_modules()
+    utils = importlib.import_module(_RPC_UTILS)
+    importlib.import_module(_FIXTURES + ".tensorpipe_rpc_agent_test_fixture")
+    suites = {
+        tests.__name__: Suite(tests, f"{_FIXTURES}.{agent}_rpc_agent_test_fixture", fixture)
+        for agent, fixture, group in (
+            ("tensorpipe", "TensorPipeRpcAgentTestFixture", utils.GENERIC_TESTS + utils.TENSORPIPE_TESTS),
+            ("faulty", "FaultyRpcAgentTestFixture", utils.FAULTY_AGENT_TESTS),
+        )
+        for tests in group
+    }
+    # Keeps the collector off what is there now, so that its pages stay shared with the children.
+    gc.collect()
+    gc.freeze()
+    return suites, filled
+
+
+def die_with_parent() -> None:
+    """Called first in each process, so that killing the runner, however hard, leaves no tests behind."""
+    parent_death_signal = 1
+    ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
+    # It may have died before we asked.
+    parent = torch.multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(1)
+
+
+def _fork_ranks(self: Any) -> None:
+    self._start_processes(_rank_process)
+
+
+def _rank_process(target: Callable[..., None], **options: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> None:
+        die_with_parent()
+        target(*args, **kwargs)
+
+    return torch.multiprocessing.get_context("fork").Process(target=run, **options)
+
+
+def _stand_in_for_broken_modules() -> None:
+    """Put classes whose tests only fail in the place of test modules that can't be imported.
+
+    Otherwise nothing would run, as ``rpc_utils`` imports all of them. Those that compile TorchScript as they
+    are imported are the ones at risk.
+    """
+    for module_name, names in _test_modules():
+        try:
+            importlib.import_module(module_name)
+        except Exception:
+            error = traceback.format_exc()
+            tests = _tests_by_class(_source(module_name))
+            sys.modules[module_name] = module = types.ModuleType(module_name)
+            for name in names:
+                members: dict[str, Any] = dict.fromkeys(tests.get(name, ()), _not_imported)
+                setattr(module, name, type(name, (), members | {_IMPORT_ERROR: error}))
+
+
+def _not_imported(self: object) -> None:
+    raise AssertionError("never run: the runner reports the import's error")
+
+
+def _test_modules() -> Iterator[tuple[str, list[str]]]:
+    """The modules that ``rpc_utils`` takes test classes from, with the names it takes."""
+    for node in ast.parse(_source(_RPC_UTILS)).body:
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.endswith(("_test", "_test_faulty")):
+            yield node.module, [alias.name for alias in node.names]
+
+
+def _source(module_name: str) -> str:
+    spec = importlib.util.find_spec(module_name)
+    if spec is None or spec.origin is None:
+        raise ImportError(f"torch has no {module_name}")
+    return Path(spec.origin).read_text()
+
+
+def _tests_by_class(source: str) -> dict[str, set[str]]:
+    """The test methods of each class, including those of bases in the same file."""
+    tests: dict[str, set[str]] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            own = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+            bases = [tests.get(base.id, set()) for base in node.bases if isinstance(base, ast.Name)]
+            tests[node.name] = {name for name in own if name.startswith("test")}.union(*bases)
+    return tests

@@ -1,0 +1,249 @@
+"""A process that has torch imported and forks workers from itself: they start in milliseconds, not seconds.
+
+Why not multiprocessing's own: its children always leave through ``os._exit``, so what runs at the end of a
+real process (``atexit``, joining threads, C++ destructors) would never be tested. Here a child unwinds to the
+bottom of the stack and can end like any Python process.
+
+For each fork the caller passes three descriptors: the child's end of a connection, a file for its output, and
+a pipe on which the server writes how the child ended. The answer is the child's pid and a pidfd for it, so
+that a signal can't hit a stranger who got the same pid later.
+
+If the caller dies, the server sees its control socket close and kills all that it forked; if the server dies,
+the kernel kills them.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from tests.support import leaks
+
+# Farprop is not among these: a child imports it after its own environment is in place. Pytest is: test
+# modules import it, and a child imports the test module of the function that it is to run.
+PRELOAD = ("torch", "torch.distributed", "cloudpickle", "pytest", "tests.support.child")
+
+START_TIMEOUT = 120.0
+_ROOT = Path(__file__).parents[2]
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass
+class Forked:
+    """A forked process as its caller sees it. The caller closes all of it."""
+
+    pid: int
+    pidfd: int
+    conn: Connection
+    ended: int  # readable when the process has ended: its exit code as text, or nothing if the server died
+    output: int  # what the process writes to its standard output and error
+
+
+class ForkServer:
+    """The caller's side. Safe to use from several threads."""
+
+    def __init__(self, preload: Sequence[str] = PRELOAD) -> None:
+        self._lock = threading.Lock()
+        self._log = os.memfd_create("fork-server-log")
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.forkserver", str(theirs.fileno()), *preload],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=[theirs.fileno()],
+                cwd=_ROOT,
+                # Threads of a maths library would not survive the fork.
+                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            )
+        leaks.exempt(pid=self._process.pid)
+        leaks.exempt(fd=self._control.fileno())
+        leaks.exempt(fd=self._log)
+        self._control.settimeout(START_TIMEOUT)
+
+    def fork(self) -> Forked:
+        """A new process; it waits for its set-up on the connection (see ``child``)."""
+        ours, theirs = socket.socketpair()
+        ended, ended_theirs = os.pipe()
+        output = os.memfd_create("worker-output")
+        try:
+            with self._lock, theirs:
+                socket.send_fds(self._control, [b"fork"], [theirs.fileno(), output, ended_theirs])
+                answer, fds, _, _ = socket.recv_fds(self._control, 64, 1)
+            if not answer:
+                raise ConnectionResetError
+        except OSError as error:
+            os.close(ended)
+            os.close(output)
+            ours.close()
+            raise AssertionError(f"the fork server is gone; it wrote:\n{self._read_log()}") from error
+        finally:
+            os.close(ended_theirs)
+        return Forked(int(answer), fds[0], Connection(ours.detach()), ended, output)
+
+    def alive(self) -> bool:
+        """Whether it can still be asked."""
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        """End the server and all that it forked."""
+        for fd in (self._control.fileno(), self._log):
+            leaks.count_again(fd=fd)
+        self._control.close()
+        self._process.wait()
+        os.close(self._log)
+        leaks.count_again(pid=self._process.pid)
+
+    def _read_log(self) -> str:
+        return os.pread(self._log, 1 << 20, 0).decode(errors="replace")
+
+
+_server: ForkServer | None = None
+_server_lock = threading.Lock()
+
+
+def server() -> ForkServer:
+    """The one of this process, started at first use."""
+    global _server
+    with _server_lock:
+        if _server is not None and not _server.alive():
+            _server.stop()
+            _server = None
+        if _server is None:
+            _server = ForkServer()
+        return _server
+
+
+@atexit.register
+def stop_server() -> None:
+    """End this process's server, if it has one."""
+    global _server
+    with _server_lock:
+        if _server is not None:
+            _server.stop()
+            _server = None
+
+
+# The server's side.
+
+
+def main() -> None:
+    """Import what children need, then fork one for each request until the caller goes away."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    os.set_inheritable(control.fileno(), False)
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    leaks.warm_up()
+    threads = os.listdir("/proc/self/task")
+    if len(threads) != 1:
+        sys.exit(f"{len(threads)} threads run after importing {sys.argv[2:]}: forking would lose them")
+    # What a child leaves running without a parent becomes ours, so the leak check sees it.
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    # Children share these pages; a collection in one of them must not touch them.
+    gc.collect()
+    gc.freeze()
+    connection = _serve(control)
+    if connection is not None:  # then this is a child
+        from tests.support import child
+
+        child.main(connection)
+
+
+def _serve(control: socket.socket) -> Connection | None:
+    woken, waker = os.pipe()
+    os.set_blocking(waker, False)
+    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+    server_pid = os.getpid()
+    status_pipes: dict[int, int] = {}
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    poll.register(woken, select.POLLIN)
+    while True:
+        ready = {fd for fd, _ in poll.poll()}
+        if woken in ready:
+            os.read(woken, 4096)
+            _reap(status_pipes)
+        if control.fileno() not in ready:
+            continue
+        request, fds, _, _ = socket.recv_fds(control, 16, 3)
+        if not request:
+            _kill_all()
+            return None
+        theirs, output, status = fds
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            _become_child(server_pid, output)
+            for fd in (control.detach(), woken, waker, output, status, *status_pipes.values()):
+                os.close(fd)
+            return Connection(theirs)
+        status_pipes[pid] = status
+        # Nothing is waited for between the fork and here, so the pid still names this child.
+        pidfd = os.pidfd_open(pid)
+        rights = array.array("i", [pidfd])
+        with contextlib.suppress(BrokenPipeError):  # the caller is gone: the next look at the socket says so
+            control.sendmsg([b"%d" % pid], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        for fd in (pidfd, theirs, output):
+            os.close(fd)
+
+
+def _become_child(server_pid: int, output: int) -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server_pid:  # it died before the line above took effect
+        os._exit(1)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+
+
+def _reap(status_pipes: dict[int, int]) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        pipe = status_pipes.pop(pid, None)
+        if pipe is None:
+            continue  # an orphan of a child
+        with contextlib.suppress(BrokenPipeError):
+            os.write(pipe, b"%d" % os.waitstatus_to_exitcode(status))
+        os.close(pipe)
+
+
+def _kill_all() -> None:
+    # Again and again: killing a child can make its children ours.
+    while pids := leaks._children("self"):
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(-1, 0)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""The arithmetic and the tables of `bench/`; no processes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench import __main__ as command
+from bench.driver import BenchError
+from bench.memory import LOOKS, is_flat
+from bench.proc import Usage
+from bench.report import comparison, floor_lines, to_json
+from bench.rounds import Job, Outcome, alternate
+from bench.stats import p99, ratio, round_ratios, summarise
+from bench.table import micros, render, times
+from bench.works import WORKS
+
+
+class FakeSide:
+    """Answers with numbers given beforehand, one list a visit, and notes who was visited when."""
+
+    def __init__(self, name: str, visits: list[list[float]], log: list[str]) -> None:
+        self.name = name
+        self.visits = iter(visits)
+        self.log = log
+
+    def measure(self, work: str, samples: int, warmup: int, seconds: float) -> list[float]:
+        self.log.append(f"{self.name}:{work}")
+        try:
+            return next(self.visits)
+        except StopIteration:
+            raise BenchError(f"{self.name} is gone") from None
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [([7.0], 7.0), ([3.0, 1.0, 2.0], 3.0), ([float(n) for n in range(100, 0, -1)], 99.0)],
+)
+def test_p99_is_the_nearest_rank(samples: list[float], expected: float) -> None:
+    assert p99(samples) == expected
+
+
+def test_summary_pools_all_rounds_and_keeps_each() -> None:
+    summary = summarise([[1.0, 2.0, 9.0], [4.0, 5.0]])
+    assert (summary.median, summary.p99, summary.samples) == (4.0, 9.0, 5)
+    assert summary.round_medians == [2.0, 4.5]
+    assert summary.round_p99s == [9.0, 5.0]
+
+
+def test_ratio_is_the_median_of_the_rounds_ratios() -> None:
+    # the second round was disturbed on both sides; the ratio of the pooled medians would be 5
+    slow = summarise([[40.0], [400.0], [50.0]])
+    fast = summarise([[10.0], [100.0], [10.0]])
+    assert round_ratios(slow, fast) == [4.0, 4.0, 5.0]
+    assert ratio(slow, fast) == 4.0
+
+
+def test_ratio_needs_as_many_rounds_on_both_sides() -> None:
+    with pytest.raises(ValueError, match="argument"):
+        ratio(summarise([[1.0], [1.0]]), summarise([[1.0]]))
+
+
+@pytest.mark.parametrize(("value", "text"), [(3.14, "3.1"), (10.4, "10"), (251234.5, "251,234")])
+def test_micros(value: float, text: str) -> None:
+    assert micros(value) == text
+
+
+def test_times_keeps_one_decimal() -> None:
+    assert times(4.96) == "5.0"
+
+
+def test_table_aligns_its_columns() -> None:
+    assert render(["work", "µs"], [["empty", "5"], ["add", "1,234"]]).splitlines() == [
+        "work      µs",
+        "-----  -----",
+        "empty      5",
+        "add    1,234",
+    ]
+
+
+def test_rounds_alternate_and_times_are_a_call() -> None:
+    log: list[str] = []
+    a = FakeSide("a", [[10.0], [20.0]], log)
+    b = FakeSide("b", [[100.0], [200.0]], log)
+    job = Job("w", {"ours": (a, "w"), "theirs": (b, "w2")}, samples=1, warmup=0, calls=10)
+    outcome = alternate([job], 2, 1.0, lambda number: None)["w"]
+    assert log == ["a:w", "b:w2", "a:w", "b:w2"]
+    assert outcome.summaries["ours"].round_medians == [1.0, 2.0]
+    assert outcome.summaries["theirs"].round_medians == [10.0, 20.0]
+
+
+def test_a_side_that_fails_is_reported_and_not_asked_again() -> None:
+    log: list[str] = []
+    a, b = FakeSide("a", [[1.0], [1.0], [1.0]], log), FakeSide("b", [[1.0]], log)
+    job = Job("w", {"ours": (a, "w"), "theirs": (b, "w")}, samples=1, warmup=0)
+    outcome = alternate([job], 3, 1.0, lambda number: None)["w"]
+    assert outcome.errors == {"theirs": "b is gone"}
+    assert list(outcome.summaries) == ["ours"]
+    assert log.count("b:w") == 2
+
+
+def outcome_of(ours: list[list[float]], theirs: list[list[float]]) -> Outcome:
+    return Outcome({"ours": summarise(ours), "theirs": summarise(theirs)})
+
+
+def test_report_says_what_was_reached_and_by_how_many_rounds() -> None:
+    works = [WORKS["empty"], WORKS["echo-1mb"]]
+    outcomes = {
+        "unix": Outcome({"floor": summarise([[50.0], [40.0], [50.0]])}),
+        "tcp": Outcome({"floor": summarise([[80.0]])}),
+        "empty": outcome_of([[100.0], [100.0], [100.0]], [[500.0], [300.0], [600.0]]),
+        "echo-1mb": Outcome(errors={"ours": "RuntimeError: lost"}, summaries={"theirs": summarise([[9.0]])}),
+    }
+    lines = comparison(works, outcomes, "farprop", "torch").splitlines()
+    cells = [" ".join(line.split()) for line in lines]
+    assert cells[2] == "empty Python function, rpc_sync 100 100 500 600 5.0 3.0 to 6.0 4.0 yes 2/3"
+    assert cells[3] == "echo 1 MB failed 9.0 9.0 3.0 no"
+    assert lines[4] == "echo-1mb failed on farprop: RuntimeError: lost"
+    assert floor_lines(works, outcomes, "farprop") == [
+        "empty Python function, rpc_sync: farprop is 2.0 x the floor (bare Unix-socket ping-pong, 50 µs)"
+    ]
+    entry, failed = json.loads(json.dumps(to_json(works, outcomes)))["works"]
+    assert (entry["ratio"], entry["reached"], entry["times_the_floor"]) == (5.0, True, 2.0)
+    assert entry["round_ratios"] == [5.0, 3.0, 6.0]
+    assert (failed["reached"], failed["errors"]) == (False, {"ours": "RuntimeError: lost"})
+
+
+def test_the_goals_are_those_of_the_issue() -> None:
+    assert {name: work.goal for name, work in WORKS.items()} == {
+        "empty": 4,
+        "add-operator": 3,
+        "add-python": 4,
+        "in-flight": 6,
+        "echo-1mb": 3,
+        "echo-128mb": 5,
+        "empty-tcp": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "conditions", "kept"),
+    [
+        ([], ["quiet", "loaded"], True),
+        (["--load"], ["loaded"], False),
+        (["--quiet"], ["quiet"], False),
+        (["--quick"], ["quiet", "loaded"], False),
+        (["--only", "empty"], ["quiet", "loaded"], False),
+    ],
+)
+def test_only_a_full_run_replaces_the_kept_results(arguments: list[str], conditions: list[str], kept: bool) -> None:
+    plan = command.parse(arguments)
+    assert plan.conditions == conditions
+    assert (plan.output == command.FULL_RESULTS) == kept
+
+
+@pytest.mark.parametrize(
+    ("kib_a_look", "fds_a_look", "maps_a_look", "flat"),
+    [(0, 0, 0, True), (50, 0, 0, True), (500, 0, 0, False), (0, 1, 0, False), (0, 0, 1, False)],
+)
+def test_flat_memory(kib_a_look: int, fds_a_look: int, maps_a_look: int, flat: bool) -> None:
+    looks = [Usage(1000 + n * kib_a_look, 20 + n * fds_a_look, n * maps_a_look) for n in range(LOOKS + 1)]
+    assert is_flat(looks) == flat
+
+
+def test_filling_a_pool_at_the_start_is_not_growth() -> None:
+    looks = [Usage(1000, 20, 0)] + [Usage(90_000, 24, 4)] * LOOKS
+    assert is_flat(looks)

@@ -1,0 +1,276 @@
+"""``farprop.compat``: the redirection, each case in a process of its own, and its ``wait_all``."""
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.futures import Future
+
+from farprop.compat.futures import wait_all
+
+
+def run(*arguments: str, cwd: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_after_install(program: str, cwd: Path) -> None:
+    script = cwd / "program.py"
+    script.write_text("import farprop.compat\nfarprop.compat.install()\n" + textwrap.dedent(program))
+    run(str(script), cwd=cwd)
+
+
+def test_every_way_to_import_leads_to_the_same_modules(tmp_path: Path) -> None:
+    run_after_install(
+        """
+        import sys
+        import torch
+        import torch.distributed.rpc as rpc
+        import torch.distributed.rpc.api as api
+        from torch.distributed import rpc as rpc2
+        from torch.distributed.rpc import api as api2, rpc_sync
+        import farprop.rpc.api
+
+        assert rpc is rpc2 is torch.distributed.rpc is farprop.rpc
+        assert api is api2 is farprop.rpc.api is sys.modules["torch.distributed.rpc.api"]
+        assert rpc_sync is farprop.rpc.rpc_sync
+        # The import system has not renamed our modules.
+        assert farprop.rpc.api.__spec__.name == farprop.rpc.api.__name__ == "farprop.rpc.api"
+        left = [m.__name__ for n, m in sys.modules.items() if n.startswith("torch.distributed.rpc")]
+        assert all(name.startswith("farprop.rpc") for name in left), left
+        """,
+        tmp_path,
+    )
+
+
+def test_submodules_that_farprop_has_are_found_on_demand_and_loaded_once(tmp_path: Path) -> None:
+    run_after_install(
+        """
+        import importlib, pkgutil
+        import farprop.rpc
+
+        for found in pkgutil.walk_packages(farprop.rpc.__path__, "farprop.rpc."):
+            theirs = importlib.import_module("torch.distributed" + found.name.removeprefix("farprop"))
+            ours = importlib.import_module(found.name)
+            assert theirs is ours and ours.__spec__.name == found.name, found.name
+        """,
+        tmp_path,
+    )
+
+
+def test_a_submodule_that_farprop_lacks_is_not_found(tmp_path: Path) -> None:
+    run_after_install(
+        """
+        try:
+            import torch.distributed.rpc.no_such_module
+        except ModuleNotFoundError as error:
+            assert error.name == "torch.distributed.rpc.no_such_module"
+        else:
+            raise AssertionError
+        """,
+        tmp_path,
+    )
+
+
+def test_patching_through_torchs_name_reaches_farprop(tmp_path: Path) -> None:
+    run_after_install(
+        """
+        from unittest import mock
+        import torch
+        import farprop.rpc.api
+
+        with mock.patch.object(torch.distributed.rpc.api, "rpc_sync") as patched:
+            assert farprop.rpc.api.rpc_sync is patched
+        with mock.patch("torch.distributed.rpc.api.rpc_sync") as patched:
+            assert farprop.rpc.api.rpc_sync is patched
+        """,
+        tmp_path,
+    )
+
+
+def test_installing_twice_changes_nothing(tmp_path: Path) -> None:
+    run_after_install(
+        """
+        import sys
+        import torch
+
+        before = (dict(sys.modules), list(sys.meta_path), torch.futures.wait_all)
+        farprop.compat.install()
+        assert before == (dict(sys.modules), list(sys.meta_path), torch.futures.wait_all)
+        assert torch.futures.wait_all.__module__ == "farprop.compat.futures"
+        """,
+        tmp_path,
+    )
+
+
+def test_what_torch_took_from_its_rpc_is_farprops_after_install(tmp_path: Path) -> None:
+    # torch.distributed.optim holds the RPC module itself; it is imported before the redirection here.
+    script = tmp_path / "late.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import torch.distributed.optim.optimizer as optimizer
+            import farprop.compat, farprop.rpc
+            farprop.compat.install()
+            assert optimizer.rpc is farprop.rpc
+            assert optimizer.RRef is getattr(farprop.rpc, "RRef", optimizer.RRef)
+            """
+        )
+    )
+    run(str(script), cwd=tmp_path)
+
+
+def test_optimizers_and_the_compiler_can_be_imported_after_install(tmp_path: Path) -> None:
+    # Both import torch.distributed.nn, which takes private names from the RPC as it is imported.
+    run_after_install(
+        """
+        import torch, torch._dynamo
+        import torch.distributed.nn.api.remote_module as remote_module
+        import farprop.rpc
+
+        parameter = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        parameter.sum().backward()
+        optimizer.step()
+        assert remote_module.rpc is farprop.rpc
+        """,
+        tmp_path,
+    )
+
+
+# A program as a user has it: it knows nothing of farprop. Children and grandchildren say what they import.
+PROGRAM = """
+import os, sys
+import torch.distributed.rpc as rpc
+import torch.multiprocessing as mp
+
+def grandchild(path):
+    with open(path, "a") as file:
+        file.write(f"grandchild {rpc.__name__} {sys.argv[1:]}\\n")
+
+def child(rank, path):
+    method = ("spawn", "forkserver")[rank]
+    process = mp.get_context(method).Process(target=grandchild, args=(path,))
+    process.start()
+    process.join()
+    with open(path, "a") as file:
+        file.write(f"child {rpc.__name__} {sys.argv[1:]}\\n")
+
+if __name__ == "__main__":
+    assert sys.modules["__main__"].child is child
+    print("main", rpc.__name__, sys.argv[1:])
+    mp.spawn(child, args=(os.path.abspath("out.txt"),), nprocs=2)
+"""
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_a_program_and_its_children_run_on_farprop(tmp_path: Path, as_module: bool) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "program.py").write_text(PROGRAM)
+    target = ["-m", "package.program"] if as_module else ["package/program.py"]
+    printed = run("-m", "farprop.compat", *target, "one", "-m", cwd=tmp_path)
+    assert printed == "main farprop.rpc ['one', '-m']\n"
+    expected = ["child farprop.rpc ['one', '-m']"] * 2 + ["grandchild farprop.rpc ['one', '-m']"] * 2
+    assert sorted((tmp_path / "out.txt").read_text().splitlines()) == expected
+
+
+def test_children_of_a_script_that_calls_install_run_on_farprop(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text("import farprop.compat\nfarprop.compat.install()\n" + PROGRAM)
+    assert run(str(script), cwd=tmp_path) == "main farprop.rpc []\n"
+    expected = ["child farprop.rpc []"] * 2 + ["grandchild farprop.rpc []"] * 2
+    assert sorted((tmp_path / "out.txt").read_text().splitlines()) == expected
+
+
+def test_exit_codes_and_relative_imports_are_the_programs_own(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "other.py").write_text("CODE = 7\n")
+    (package / "__main__.py").write_text("import sys\nfrom .other import CODE\nsys.exit(CODE)\n")
+    command = [sys.executable, "-W", "error::ImportWarning", "-m", "farprop.compat"]
+    assert subprocess.run([*command, "-m", "package"], cwd=tmp_path, timeout=100, check=False).returncode == 7
+    script = tmp_path / "script.py"
+    script.write_text("try:\n    from . import other\nexcept ImportError:\n    raise SystemExit(3)\n")
+    assert subprocess.run([*command, str(script)], cwd=tmp_path, timeout=100, check=False).returncode == 3
+
+
+@pytest.mark.parametrize("arguments", [[], ["-x"], ["-m"], ["no_such_script.py"]])
+def test_wrong_arguments_are_refused(tmp_path: Path, arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "farprop.compat", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2
+    assert "farprop.compat" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def settled(value: object) -> "Future[Any]":
+    future: Future[Any] = Future()
+    if isinstance(value, Exception):
+        future.set_exception(value)
+    else:
+        future.set_result(value)
+    return future
+
+
+def test_wait_all_gives_values_in_order() -> None:
+    first: Future[int] = Future()
+    second: Future[int] = Future()
+
+    def settle() -> None:
+        second.set_result(2)
+        first.set_result(1)
+
+    threading.Timer(0.05, settle).start()
+    assert wait_all([first, second, settled(3)]) == [1, 2, 3]
+    assert wait_all([]) == []
+
+
+@pytest.mark.parametrize("done", ["before", "during"])
+def test_wait_all_does_not_wait_for_the_rest_after_an_error(done: str) -> None:
+    never: Future[int] = Future()
+    failing: Future[int] = Future()
+    error = ValueError("expected")
+
+    def fail() -> None:
+        failing.set_exception(error)  # type: ignore[arg-type]
+
+    if done == "before":
+        fail()
+    else:
+        threading.Timer(0.1, fail).start()
+    started = time.monotonic()
+    with pytest.raises(ValueError, match="expected") as raised:
+        wait_all([never, failing, settled(1)])
+    assert raised.value is error
+    assert time.monotonic() - started < 5
+    never.set_result(0)
+
+
+def test_wait_all_raises_the_error_that_came_first() -> None:
+    with pytest.raises(KeyError):
+        wait_all([settled(1), settled(KeyError("a")), settled(IndexError("b"))])
+
+
+@pytest.mark.parametrize("wait", [torch.futures.wait_all, wait_all])
+def test_wait_all_raises_what_torchs_raises(wait: Callable[[list["Future[Any]"]], list[Any]]) -> None:
+    # An error inside a callback is stored by torch's C++ code, not by set_exception.
+    source: Future[int] = Future()
+    failing = source.then(lambda _: 1 // 0)
+    source.set_result(1)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        wait([Future(), failing])
+    with pytest.raises(TypeError):
+        wait([1])  # type: ignore[list-item]
