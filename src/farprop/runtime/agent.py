@@ -32,7 +32,7 @@ from farprop.runtime.serving import Server
 from farprop.transport import sockets
 from farprop.transport.connection import Connection
 from farprop.transport.segments import SegmentPool
-from farprop.wire.codec import decode, encode
+from farprop.wire.codec import decode_value, encode, encode_call
 from farprop.wire.failures import decode_failure
 from farprop.wire.frames import ANSWER, PROFILED, Frame
 from farprop.wire.functions import name_of
@@ -96,7 +96,7 @@ class Agent:
         )
         try:
             self._own_entry = self._listen(options)
-            self._loop.start(self._on_alarm)
+            self._loop.start(self._on_alarm, self._server.uncork)
         except BaseException:
             self.close()
             raise
@@ -266,7 +266,7 @@ class Agent:
     ) -> Any:
         link = self.link(to)
         name = name_of(function)
-        encoded = encode((args, kwargs)) if name is not None else encode((function, args, kwargs))
+        encoded = encode_call(None if name is not None else function, args, kwargs)
         if timeout == UNSET_TIMEOUT:
             timeout = self.rpc_timeout
         return value_of(link.call_sync(flags, name or b"", encoded, timeout))
@@ -283,7 +283,7 @@ class Agent:
     ) -> None:
         link = self.link(to)
         name = name_of(function)
-        encoded = encode((args, kwargs)) if name is not None else encode((function, args, kwargs))
+        encoded = encode_call(None if name is not None else function, args, kwargs)
         if timeout == UNSET_TIMEOUT:
             timeout = self.rpc_timeout
         link.call_async(flags, name or b"", encoded, timeout, partial(settle, future))
@@ -415,7 +415,7 @@ class Agent:
 def value_of(frame: Frame) -> Any:
     """What a call returns for this answer, or raises."""
     if frame.kind == ANSWER:
-        return decode(frame.meta, frame.buffers)
+        return decode_value(frame.meta, frame.buffers, frame.flags)
     raise decode_failure(frame.meta)
 
 

@@ -27,6 +27,9 @@ _now = time.monotonic
 _perf = time.perf_counter
 # A caller that has this much waiting in front of it waits, up to its deadline, before it adds more.
 _OUTBOX_LIMIT = 256 << 20
+# With more open calls than this, small requests wait for each other, but no longer than that.
+_PIPELINED = 16
+_UNCORK_SECONDS = 0.001
 
 
 class SyncCall:
@@ -90,12 +93,15 @@ class Link:
         self._wants_input = False
         self._wants_output = False
         self._hung_up = False
+        self._uncork_due = False  # an alarm is set for requests that wait for more
         self._lost: str | None = None
         self._spinner = Spinner()
+        self._poller = select.poll()  # used by whoever reads
         self._connection: Connection
 
     def attach(self, connection: Connection) -> None:
         self._connection = connection
+        self._poller.register(connection.fd, select.POLLIN)
         self._loop.add(connection.fd, HANGUP, self._on_events)
 
     @property
@@ -167,28 +173,46 @@ class Link:
             if self._reader is None:
                 self._loop_reads()
             self.sent += not flags & SYSTEM
+            # With many calls on their way, small requests go out together; the loop sees to the last ones.
+            more = len(self._calls) > _PIPELINED
+            ring = more and not self._uncork_due
+            if ring:
+                self._uncork_due = True
         if nearest:
             self._loop.set_alarm(deadline)
+        if ring:
+            self._loop.set_alarm(_now() + _UNCORK_SECONDS)
         try:
-            self._send(flags, call_id, timeout, name, encoded)
+            self._send(flags, call_id, timeout, name, encoded, more)
         except BaseException:
             with self._lock:
                 self._calls.answer(call_id)
             raise
 
     def expire(self, now: float) -> float:
-        """End the futures whose time is up; when to look again (0: not)."""
+        """End the futures whose time is up, and send what waits for more; when to look again (0: not)."""
         with self._lock:
+            uncork, self._uncork_due = self._uncork_due, False
             expired = self._calls.expire(now)
             following = self._calls.next_deadline()
         for call in expired:
             if isinstance(call, FutureCall):
                 self._loop.submit(call.finish, None, timeout_error(self.peer, call.timeout))
+        if uncork:
+            self._uncork()
         return following
 
-    def _send(self, flags: int, call_id: int, timeout: float, name: bytes, encoded: Encoded) -> None:
+    def _uncork(self) -> None:
         try:
-            self._connection.send(REQUEST, flags, call_id, timeout, name, encoded)
+            self._connection.uncork()
+        except ConnectionLostError as error:
+            self.lose(str(error))
+
+    def _send(
+        self, flags: int, call_id: int, timeout: float, name: bytes, encoded: Encoded, more: bool = False
+    ) -> None:
+        try:
+            self._connection.send(REQUEST, flags, call_id, timeout, name, encoded, more)
         except ConnectionLostError as error:
             self.lose(str(error))
             raise
@@ -231,21 +255,19 @@ class Link:
                 frames: list[Frame] | None = []
                 if spinner.worth_it():
                     end = _perf() + SPIN
+                    poll = self._poller.poll
                     while True:
-                        try:
+                        if poll(0):
                             frames = connection.receive(False)
                             spinner.paid_off()
                             break
-                        except BlockingIOError:
-                            if _perf() > end:
-                                spinner.failed()
-                                break
+                        if _perf() > end:
+                            spinner.failed()
+                            break
                 if not frames and frames is not None:
                     try:
                         if deadline and deadline - _now() < RECEIVE_TICK:
-                            poller = select.poll()
-                            poller.register(connection.fd, select.POLLIN)
-                            poller.poll(max(0.0, deadline - _now()) * 1000)
+                            self._poller.poll(max(0.0, deadline - _now()) * 1000)
                             frames = connection.receive(False)
                         else:
                             frames = connection.receive(True)
@@ -341,8 +363,12 @@ class Link:
                 return
             for frame in frames:
                 self._deliver(frame, self._loop.push_answer)
+            self._connection.uncork()
         except BlockingIOError:
             pass
+        except ConnectionLostError as error:
+            self.lose(str(error))
+            return
         except ProtocolError as error:
             self.lose(f"it broke the protocol: {error}")
             return

@@ -85,6 +85,7 @@ class Loop:
         self._threads: set[threading.Thread] = set()
         self._alarm = 0.0
         self._on_alarm: Callable[[float], float] = lambda now: 0.0
+        self._on_stall: Callable[[], None] = lambda: None
         self._closed = False
         self._spinner = Spinner()
         self._watcher_bell = threading.Lock()
@@ -92,9 +93,13 @@ class Loop:
         self._watching = False
         self.served = 0
 
-    def start(self, on_alarm: Callable[[float], float]) -> None:
-        """``on_alarm(now)`` is called when an alarm is due and returns when to be called next (0: not)."""
+    def start(self, on_alarm: Callable[[float], float], on_stall: Callable[[], None]) -> None:
+        """``on_alarm(now)`` is called when an alarm is due and returns when to be called next (0: not).
+
+        ``on_stall()`` is called when the holder turned out to run something slow.
+        """
         self._on_alarm = on_alarm
+        self._on_stall = on_stall
         watcher = threading.Thread(target=self._watch, name=f"farprop-watcher-{self._name}", daemon=True)
         self._threads.add(watcher)
         watcher.start()
@@ -148,6 +153,10 @@ class Loop:
             os.eventfd_write(self._wakeup, 1)
         except OSError:
             pass
+
+    @property
+    def requests_wait(self) -> bool:
+        return bool(self._requests)
 
     # Waiting inside the pool
 
@@ -203,7 +212,7 @@ class Loop:
             if self._holder == 0:
                 self._pass_baton()
             elif self._idle:
-                ident, bell = self._idle.popitem()
+                _, bell = self._idle.popitem()
                 bell.release()
             elif self._answers or self._running < self._limit:
                 self._spawn(with_baton=False)
@@ -365,17 +374,21 @@ class Loop:
             quiet = 0
             while not self._closed:
                 bell.acquire(timeout=STALL)
+                stalled = False
                 with self._lock:
                     since = self._running_since
                     if since:
                         quiet = 0
                         if _now() - since > STALL:
                             self._pass_baton()
+                            stalled = True
                     else:
                         quiet += 1
                         if quiet > _WATCH_TICKS:
                             self._watching = False
                             break
+                if stalled:
+                    self._on_stall()
             if self._closed:
                 return
 

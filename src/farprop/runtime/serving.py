@@ -23,7 +23,7 @@ from farprop.protocol.handshake import READY, Listener
 from farprop.runtime.loop import HANGUP, IN, OUT, STALL, Loop
 from farprop.transport.connection import Connection
 from farprop.transport.sockets import make_ready
-from farprop.wire.codec import Encoded, decode, encode
+from farprop.wire.codec import Encoded, decode, decode_call, encode, encode_value
 from farprop.wire.failures import encode_failure
 from farprop.wire.frames import ANSWER, FAILURE, NOTICE, PROFILED, REQUEST, SYSTEM, Frame
 from farprop.wire.functions import FunctionNotFound, resolve
@@ -32,6 +32,7 @@ _log = logging.getLogger("farprop.serving")
 
 HANDSHAKE_SECONDS = 10.0
 _MAX_UNPROVEN_PEERS = 256
+_QUICK = 100e-6
 _now = time.monotonic
 _Future = torch._C.Future
 
@@ -92,7 +93,10 @@ class Server:
         self._listeners: list[socket.socket] = []
         self._unproven: dict[int, Unproven] = {}
         self._connections: dict[int, Connection] = {}
-        self._slow: set[bytes] = set()  # functions that took long when they last ran
+        # Functions by how long they took when they last ran: answers wait for more only in front of quick ones.
+        self._quick: set[bytes] = set()
+        self._slow: set[bytes] = set()
+        self._corked: set[Connection] = set()
         self._coroutines = _CoroutineThread(worker)
 
     def listen(self, listener: socket.socket) -> None:
@@ -189,14 +193,16 @@ class Server:
         if late and started > late:
             self._fail(connection, flags, call_id, _too_late(frame.seconds))
             return
-        if name in self._slow:
-            self._loop.step_aside()
+        if name not in self._quick:
+            self.uncork()
+            if name in self._slow:
+                self._loop.step_aside()
         if self.gil_waits is not None:
             self._measure_gil(self.gil_waits)
         settings = None
         try:
             if name and not flags & PROFILED:
-                args, kwargs = decode(frame.meta, frame.buffers)
+                args, kwargs = decode_call(frame.meta, frame.buffers, flags)
             elif not flags & PROFILED:
                 function, args, kwargs = decode(frame.meta, frame.buffers)
             else:
@@ -224,12 +230,9 @@ class Server:
             self._fail(connection, flags, call_id, error)
             return
         finally:
-            args = kwargs = None
+            args, kwargs = (), {}
             if name:
-                if _now() - started > STALL:
-                    self._slow.add(name)
-                else:
-                    self._slow.discard(name)
+                self._remember(name, _now() - started)
         if hasattr(function, "_wrapped_async_rpc_function"):
             self._answer_later(connection, flags, call_id, value, record)
         elif hasattr(value, "cr_await") and asyncio.iscoroutine(value):
@@ -269,7 +272,7 @@ class Server:
 
     def _answer(self, connection: Connection, flags: int, call_id: int, value: Any, record: Record | None) -> None:
         try:
-            encoded = encode(value if record is None else (value, record()))
+            encoded = encode_value(value) if record is None else encode((value, record()))
         except BaseException as error:
             error.add_note(f"{self._worker} could not encode the function's result, a {type(value).__name__}.")
             self._fail(connection, flags, call_id, error)
@@ -281,8 +284,11 @@ class Server:
         self._send(connection, FAILURE, flags, call_id, encode_failure(error, self._worker))
 
     def _send(self, connection: Connection, kind: int, flags: int, call_id: int, encoded: Encoded) -> None:
+        more = self._loop.requests_wait
         try:
-            connection.send(kind, flags & PROFILED, call_id, 0.0, b"", encoded)
+            connection.send(kind, flags & PROFILED, call_id, 0.0, b"", encoded, more)
+            if more:
+                self._corked.add(connection)
         except ConnectionLostError as error:
             _log.info("the answer to %s is lost: %s", connection.peer, error)
         except FarpropError as error:
@@ -291,6 +297,27 @@ class Server:
             connection.send(FAILURE, 0, call_id, 0.0, b"", encode_failure(error, self._worker))
         finally:
             self._count(flags, -1)
+            if not more:
+                self.uncork()
+
+    def uncork(self) -> None:
+        """Send the answers that wait for more."""
+        while self._corked:
+            try:
+                self._corked.pop().uncork()
+            except (KeyError, ConnectionLostError):
+                pass  # another thread was faster, or the loop will see the end of it
+
+    def _remember(self, name: bytes, seconds: float) -> None:
+        if seconds < _QUICK:
+            self._quick.add(name)
+            self._slow.discard(name)
+        else:
+            self._quick.discard(name)
+            if seconds > STALL:
+                self._slow.add(name)
+            else:
+                self._slow.discard(name)
 
     def _measure_gil(self, waits: list[float]) -> None:
         began = time.perf_counter()

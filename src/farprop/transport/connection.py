@@ -30,6 +30,8 @@ _SEND_FLAGS = _DONTWAIT | _NOSIGNAL
 _MAX_DESCRIPTORS = 200  # the kernel takes 253 in one message
 _ANCILLARY = socket.CMSG_SPACE(_MAX_DESCRIPTORS * 4)
 _MAX_PARTS = 512  # below IOV_MAX
+_CORK_FRAMES = 32
+_CORK_BYTES = 1024
 _NOTHING = Encoded(b"", [], None)
 
 
@@ -69,17 +71,31 @@ class Connection:
         self._reader = FrameReader(max_bytes)
         self._lock = threading.Lock()
         self._outbox: deque[_Unsent] = deque()
+        self._corked: list[bytes] = []
 
     # Sending
 
     def send(
-        self, kind: int, flags: int, call_id: int, seconds: float, name: bytes, encoded: Encoded = _NOTHING
+        self,
+        kind: int,
+        flags: int,
+        call_id: int,
+        seconds: float,
+        name: bytes,
+        encoded: Encoded = _NOTHING,
+        more: bool = False,
     ) -> None:
+        """Send a frame. With ``more`` a small one may wait for the next, or for ``uncork``: one system call for many."""
         gives = self._gives() if self.borrowing.returned else ()
         if not encoded.buffers:
             if len(encoded.meta) > self._max_bytes:
                 raise self._too_large(len(encoded.meta))
-            self._transmit([pack(kind, flags, call_id, seconds, name, encoded.meta, (), gives)], [], None)
+            data = pack(kind, flags | encoded.flags, call_id, seconds, name, encoded.meta, (), gives)
+            if more and len(data) < _CORK_BYTES and len(self._corked) < _CORK_FRAMES:
+                with self._lock:
+                    self._corked.append(data)
+                return
+            self._transmit([data], [], None)
             return
         parts: list[Any] = [b""]
         fresh: list[Segment] = []
@@ -106,6 +122,11 @@ class Connection:
         self._transmit(parts, fresh, encoded.keep)
         if self.lending.dropped:
             self._send_forgets()
+
+    def uncork(self) -> None:
+        """Send what waits for more."""
+        if self._corked:
+            self._transmit([], [], None)
 
     def give_back(self) -> None:
         """Send the give-backs that have found no frame to ride on."""
@@ -135,6 +156,11 @@ class Connection:
         with self._lock:
             if self.closed:
                 raise ConnectionLostError(f"The connection to {self.peer} is closed.")
+            if self._corked:
+                corked, self._corked = b"".join(self._corked), []
+                parts = [corked, *parts]
+            if not parts:
+                return
             if self._outbox:
                 self._queue(parts, 0, fresh, keep)
                 return
@@ -145,6 +171,7 @@ class Connection:
             except OSError as error:
                 raise ConnectionLostError(f"The connection to {self.peer} broke: {error}") from error
             if sent:
+                # Descriptors go with the first byte that is sent, of whatever frame: they keep their order.
                 for segment in fresh:
                     segment.passed()
                 fresh = []

@@ -13,22 +13,27 @@ from typing import Any
 
 import torch
 
+from farprop.wire.frames import PLAIN
+from farprop.wire.plain import ATOMS, decode_plain, encode_plain
 from farprop.wire.tensors import INLINE_LIMIT, Sent, SpanTooShort, reduce_tensor
 
 _Tensor = torch.Tensor
 _Pickler = pickle.Pickler
 _loads = pickle.loads
+_SHORT = ATOMS | {torch.Tensor}
+_MAX_PLAIN = 8
 
 
 class Encoded:
-    """One encoded object: the pickle, the buffers beside it, and what keeps their memory alive."""
+    """One encoded object: the pickle, the buffers beside it, what keeps their memory alive, and flags for its frame."""
 
-    __slots__ = ("buffers", "keep", "meta")
+    __slots__ = ("buffers", "flags", "keep", "meta")
 
-    def __init__(self, meta: bytes, buffers: list[memoryview], keep: Any) -> None:
+    def __init__(self, meta: bytes, buffers: list[memoryview], keep: Any, flags: int = 0) -> None:
         self.meta = meta
         self.buffers = buffers
         self.keep = keep
+        self.flags = flags
 
 
 class _Reductions:
@@ -65,6 +70,41 @@ def encode(obj: Any) -> Encoded:
             return _encode(_cloud_pickler(), obj)
         except pickle.PicklingError as error:
             raise TypeError(f"can't send {type(obj).__name__}: {error}") from error
+
+
+def encode_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Encoded:
+    """Encode a call: ``(args, kwargs)``, or ``(function, args, kwargs)`` where the function has no name to go by."""
+    if function is not None:
+        return encode((function, args, kwargs))
+    if not kwargs and len(args) <= _MAX_PLAIN:
+        meta = encode_plain(args)
+        if meta is not None:
+            return Encoded(meta, [], None, PLAIN)
+    return encode((args, kwargs))
+
+
+def decode_call(
+    meta: bytes | bytearray | memoryview, buffers: Sequence[Any], flags: int
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The ``(args, kwargs)`` that ``encode_call`` took, of a function that goes by its name."""
+    if flags & PLAIN:
+        return decode_plain(meta), {}
+    return _loads(meta, buffers=buffers)  # type: ignore[no-any-return]
+
+
+def encode_value(value: Any) -> Encoded:
+    """Encode what a function returned."""
+    if type(value) in _SHORT:
+        meta = encode_plain((value,))
+        if meta is not None:
+            return Encoded(meta, [], None, PLAIN)
+    return encode(value)
+
+
+def decode_value(meta: bytes | bytearray | memoryview, buffers: Sequence[Any], flags: int) -> Any:
+    if flags & PLAIN:
+        return decode_plain(meta)[0]
+    return _loads(meta, buffers=buffers)
 
 
 def decode(meta: bytes | bytearray | memoryview, buffers: Sequence[Any] = ()) -> Any:

@@ -24,7 +24,8 @@ _KINDS = frozenset((REQUEST, ANSWER, FAILURE, NOTICE))
 SYSTEM = 1  # flag of a request: farprop's own, not counted as work of the user
 PROFILED = 2  # flag of a request: record the operators it runs; of an answer: their record is beside the value
 FORGET = 4  # flag of a notice: the numbers are segments that the sender dropped
-_FLAGS = SYSTEM | PROFILED | FORGET
+PLAIN = 8  # flag of a request or an answer: the pickle is of wire/plain.py
+_FLAGS = SYSTEM | PROFILED | FORGET | PLAIN
 
 # kind, flags, buffers, name length, give-backs, call id, seconds left (0: no deadline), pickle length
 _HEADER = struct.Struct("<BBHHHQdQ")
@@ -111,6 +112,17 @@ class FrameReader:
             self._pieces.pop(0)
             self._piece_filled = 0
             return self._piece_done()
+        if not self._filled and count >= HEADER_SIZE:
+            # Almost every message: one small frame, whole, and nothing after it.
+            head = _HEADER.unpack_from(self._small)
+            kind, flags, buffers, name, gives, call_id, seconds, meta = head
+            if not buffers and not gives and count == HEADER_SIZE + name + meta:
+                self._check(head)
+                at = HEADER_SIZE + name
+                small = self._small
+                return [
+                    Frame(kind, flags, call_id, seconds, bytes(small[HEADER_SIZE:at]), bytes(small[at:count]), (), [])
+                ]
         self._filled += count
         return self._parse_small()
 

@@ -66,8 +66,8 @@ _DTYPE_NAMES = [
     "uint6",
     "uint7",
 ]
-_DTYPES: list[torch.dtype | None] = [getattr(torch, name, None) for name in _DTYPE_NAMES]
-_CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
+DTYPES: list[torch.dtype | None] = [getattr(torch, name, None) for name in _DTYPE_NAMES]
+CODES = {dtype: code for code, dtype in enumerate(DTYPES) if dtype is not None}
 
 _STRIDED = torch.strided
 _CPU_ONLY = (
@@ -99,7 +99,7 @@ class SpanTooShort(Exception):
 
 def reduce_tensor(tensor: torch.Tensor, sent: dict[int, Sent], whole: frozenset[int] | None) -> tuple[Any, ...] | None:
     """How to pickle ``tensor``, or None to leave it to torch. ``whole`` names storages to send entirely."""
-    code = _CODES.get(tensor.dtype)
+    code = CODES.get(tensor.dtype)
     if code is None or tensor.layout is not _STRIDED:
         return None
     if not tensor.is_cpu:
@@ -144,7 +144,7 @@ def reduce_tensor(tensor: torch.Tensor, sent: dict[int, Sent], whole: frozenset[
     else:
         data = pickle.PickleBuffer(_view_memory(base + start, end - start, _PYBUF_WRITE))
     if stride is None:
-        return _dense, (data, code, size, tensor.requires_grad)
+        return dense, (data, code, size, tensor.requires_grad)
     return _strided, (data, code, size, stride, offset, tensor.requires_grad)
 
 
@@ -152,15 +152,17 @@ def reduce_tensor(tensor: torch.Tensor, sent: dict[int, Sent], whole: frozenset[
 
 
 def _dtype(code: int) -> torch.dtype:
-    dtype = _DTYPES[code]
+    dtype = DTYPES[code]
     if dtype is None:
         raise UsageError(f"This worker's torch has no dtype {_DTYPE_NAMES[code]}. Run the same torch on every worker.")
     return dtype
 
 
-def _dense(data: Any, code: int, size: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
-    # resize_ sets the shape without making a view: a view could not be detached in place.
-    tensor = torch.frombuffer(data, dtype=_dtype(code)).resize_(size)
+def dense(data: Any, code: int, size: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
+    """A tensor on ``data``, which it takes over."""
+    tensor = torch.frombuffer(data, dtype=DTYPES[code] or _dtype(code))
+    if len(size) != 1:
+        tensor.resize_(size)  # sets the shape without making a view: a view could not be detached in place
     return tensor.requires_grad_() if requires_grad else tensor
 
 
