@@ -175,15 +175,12 @@ class Link:
             self.sent += not flags & SYSTEM
             # With many calls on their way, small requests go out together; the loop sees to the last ones.
             more = len(self._calls) > _PIPELINED
-            ring = more and not self._uncork_due
-            if ring:
-                self._uncork_due = True
         if nearest:
             self._loop.set_alarm(deadline)
-        if ring:
-            self._loop.set_alarm(_now() + _UNCORK_SECONDS)
         try:
             self._send(flags, call_id, timeout, name, encoded, more)
+            if more:
+                self._uncork_soon()
         except BaseException:
             with self._lock:
                 self._calls.answer(call_id)
@@ -201,6 +198,14 @@ class Link:
         if uncork:
             self._uncork()
         return following
+
+    def _uncork_soon(self) -> None:
+        # After the request has joined those that wait: an alarm that rang before would not have seen it.
+        with self._lock:
+            if self._uncork_due:
+                return
+            self._uncork_due = True
+        self._loop.set_alarm(_now() + _UNCORK_SECONDS)
 
     def _uncork(self) -> None:
         try:

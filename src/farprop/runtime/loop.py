@@ -85,7 +85,7 @@ class Loop:
         self._threads: set[threading.Thread] = set()
         self._alarm = 0.0
         self._on_alarm: Callable[[float], float] = lambda now: 0.0
-        self._on_stall: Callable[[], None] = lambda: None
+        self._on_pause: Callable[[], None] = lambda: None
         self._closed = False
         self._spinner = Spinner()
         self._watcher_bell = threading.Lock()
@@ -93,13 +93,13 @@ class Loop:
         self._watching = False
         self.served = 0
 
-    def start(self, on_alarm: Callable[[float], float], on_stall: Callable[[], None]) -> None:
+    def start(self, on_alarm: Callable[[float], float], on_pause: Callable[[], None]) -> None:
         """``on_alarm(now)`` is called when an alarm is due and returns when to be called next (0: not).
 
-        ``on_stall()`` is called when the holder turned out to run something slow.
+        ``on_pause()`` is called before the holder sleeps, and when it turned out to run something slow.
         """
         self._on_alarm = on_alarm
-        self._on_stall = on_stall
+        self._on_pause = on_pause
         watcher = threading.Thread(target=self._watch, name=f"farprop-watcher-{self._name}", daemon=True)
         self._threads.add(watcher)
         watcher.start()
@@ -334,6 +334,7 @@ class Loop:
                     self._spinner.failed()
                     break
         if not events:
+            self._on_pause()
             if self._alarm:
                 left = max(0.0, self._alarm - _now())
                 timeout = left if timeout < 0 else min(timeout, left)
@@ -388,7 +389,7 @@ class Loop:
                             self._watching = False
                             break
                 if stalled:
-                    self._on_stall()
+                    self._on_pause()
             if self._closed:
                 return
 

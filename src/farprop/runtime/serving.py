@@ -284,11 +284,13 @@ class Server:
         self._send(connection, FAILURE, flags, call_id, encode_failure(error, self._worker))
 
     def _send(self, connection: Connection, kind: int, flags: int, call_id: int, encoded: Encoded) -> None:
-        more = self._loop.requests_wait
+        # Only the holder of the baton lets answers wait: if what it runs next is slow after all, the watcher sees it.
+        more = self._loop.requests_wait and self._loop.holds_baton()
         try:
             connection.send(kind, flags & PROFILED, call_id, 0.0, b"", encoded, more)
             if more:
                 self._corked.add(connection)
+                more = self._loop.requests_wait
         except ConnectionLostError as error:
             _log.info("the answer to %s is lost: %s", connection.peer, error)
         except FarpropError as error:
