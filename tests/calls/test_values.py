@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any
 
 import pytest
@@ -95,6 +96,29 @@ def _pool_is_reused_and_limited() -> None:
     agent._pool.validate()
     # What was dropped here is unmapped at the other worker.
     assert rpc.rpc_sync("worker1", _mapped_bytes) < 60 * MIB
+
+
+def _hold_and_let_go() -> None:
+    held = [rpc.rpc_sync("worker1", torch.zeros, args=(4 * MIB,)) for _ in range(4)]
+    assert rpc.rpc_sync("worker1", _lent_bytes) >= 64 * MIB
+    held.clear()
+
+
+def _lent_bytes() -> int:
+    return sum(connection.lending.lent_bytes for connection in current_agent()._server._connections.values())
+
+
+def _until_little_is_lent() -> None:
+    deadline = time.monotonic() + 20
+    while _lent_bytes() > 16 * MIB:
+        assert time.monotonic() < deadline, _lent_bytes()
+        time.sleep(0.001)
+
+
+def test_what_is_let_go_is_given_back_without_another_call() -> None:
+    with cluster(2) as c:
+        c.run(0, _hold_and_let_go)
+        c.run(1, _until_little_is_lent)
 
 
 def _mapped_bytes() -> int:

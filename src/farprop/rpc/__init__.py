@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from farprop.config import Settings
 from farprop.errors import UsageError
 from farprop.ids import WorkerInfo, check_worker_name
 from farprop.rpc import api, backend_registry, constants, functions, internal, meeting, options
@@ -50,6 +51,7 @@ from farprop.rpc.backend_registry import (
 from farprop.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from farprop.runtime.agent import Agent as TensorPipeAgent
 from farprop.runtime.agent import meeting_seconds
+from farprop.runtime.secret import check_settings
 
 __all__ = [
     "AllGatherStates",
@@ -107,6 +109,7 @@ def init_rpc(
         raise UsageError("RPC is already initialized. Call farprop.rpc.shutdown before init_rpc.")
     if world_size and rank != -1 and not 0 <= rank < world_size:
         raise ValueError(f"rank must be from 0 to world_size - 1 = {world_size - 1}, but it is {rank}.")
+    check_settings(Settings.from_env())
     global _init_count
     with _init_lock:
         timeout = meeting_seconds(chosen.rpc_timeout)

@@ -82,6 +82,7 @@ class Agent:
         self._joined = threading.Event()
         self._world_size = world_size
         self._place = 0
+        self._gives_due = False
         self._closed = False
         self._sent_before = 0  # requests sent on links that are gone
         self._loop = Loop(name, options.num_worker_threads)
@@ -96,7 +97,7 @@ class Agent:
         )
         try:
             self._own_entry = self._listen(options)
-            self._loop.start(self._on_alarm, self._server.uncork)
+            self._loop.start(self._on_alarm, self._on_pause)
         except BaseException:
             self.close()
             raise
@@ -188,7 +189,23 @@ class Agent:
 
     def _new_connection(self, sock: socket.socket, peer: str, on_blocked: Callable[[Connection], None]) -> Connection:
         shared = sock.family == socket.AF_UNIX
-        return Connection(sock, peer, shared, self._pool, self._settings.max_message_bytes, on_blocked)
+        return Connection(
+            sock, peer, shared, self._pool, self._settings.max_message_bytes, on_blocked, self._on_returned
+        )
+
+    def _on_returned(self) -> None:
+        # Called by the garbage collector: nothing but a note and a wake-up is safe here.
+        self._gives_due = True
+        self._loop.wake()
+
+    def _on_pause(self) -> None:
+        """The loop is about to sleep: send what waits."""
+        self._server.uncork()
+        if self._gives_due:
+            self._gives_due = False
+            for link in list(self._links.values()):
+                link.give_back()
+            self._server.give_back()
 
     def link(self, to: Any) -> Link:
         """The connection to a worker, dialled if there is none."""

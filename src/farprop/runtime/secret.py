@@ -40,6 +40,14 @@ class Secret:
             self.file.unlink(missing_ok=True)
 
 
+def check_settings(settings: Settings) -> None:
+    """Find out what is wrong with the settings before anything is started."""
+    if settings.secret is None and settings.secret_file is None and not settings.insecure:
+        _directory()
+    else:
+        find_secret(settings, "")
+
+
 def find_secret(settings: Settings, job: str) -> Secret:
     """``job`` names the job on this host: equal for its workers, different for other jobs."""
     if settings.secret is not None:

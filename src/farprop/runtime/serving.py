@@ -110,8 +110,9 @@ class Server:
             except OSError:
                 return
             if len(self._unproven) >= _MAX_UNPROVEN_PEERS:
-                sock.close()
-                continue
+                # The oldest and not the newest: a worker proves itself within milliseconds, so a flood of others can't
+                # keep it out.
+                self.refuse(next(iter(self._unproven.values())), "too many peers have not proved themselves")
             sock.setblocking(False)
             unproven = Unproven(self, sock, self._new_machine())
             self._unproven[sock.fileno()] = unproven

@@ -16,7 +16,7 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from farprop.errors import ConnectionLostError, UsageError
@@ -57,13 +57,14 @@ class Connection:
         pool: SegmentPool,
         max_bytes: int,
         on_blocked: Callable[[Connection], None],
+        on_returned: Callable[[], None],
     ) -> None:
         self.peer = peer
         self.fd = sock.fileno()
         self.closed = False
         self.outbox_bytes = 0
         self.lending = Lending(pool)
-        self.borrowing = Borrowing()
+        self.borrowing = Borrowing(on_returned)
         self._sock = sock
         self._shared = shared
         self._max_bytes = max_bytes
@@ -85,8 +86,8 @@ class Connection:
         encoded: Encoded = _NOTHING,
         more: bool = False,
     ) -> None:
-        """Send a frame. With ``more`` a small one may wait for the next, or for ``uncork``: one system call for many."""
-        gives = self._gives() if self.borrowing.returned else ()
+        """Send a frame. With ``more`` a small one may wait for others, or for ``uncork``: one system call for many."""
+        gives = self.borrowing.take_returned(MAX_GIVES) if self.borrowing.returned else ()
         if not encoded.buffers:
             if len(encoded.meta) > self._max_bytes:
                 raise self._too_large(len(encoded.meta))
@@ -131,14 +132,7 @@ class Connection:
     def give_back(self) -> None:
         """Send the give-backs that have found no frame to ride on."""
         while self.borrowing.returned:
-            self._transmit([pack(NOTICE, 0, 0, 0.0, b"", b"", (), self._gives())], [], None)
-
-    def _gives(self) -> Sequence[int]:
-        returned = self.borrowing.returned
-        gives: list[int] = []
-        while returned and len(gives) < MAX_GIVES:
-            gives.append(returned.popleft())
-        return gives
+            self._transmit([pack(NOTICE, 0, 0, 0.0, b"", b"", (), self.borrowing.take_returned(MAX_GIVES))], [], None)
 
     def _send_forgets(self) -> None:
         dropped = self.lending.dropped

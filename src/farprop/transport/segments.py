@@ -17,7 +17,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -26,6 +26,8 @@ from farprop.errors import ProtocolError
 # Smaller buffers are copied through the socket faster than they are lent and given back.
 MIN_SHARED = 64 * 1024
 _CHUNK = 64 * 1024
+# So much may be returned before somebody is told to send the give-backs.
+_MUCH = 16 << 20
 
 _memmove = ctypes.memmove
 
@@ -177,7 +179,10 @@ class Lending:
 class Borrowing:
     """The receiver's side of one connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_returned: Callable[[], None]) -> None:
+        """``on_returned`` is called when much was returned that found no frame to ride on; it may only take note."""
+        self._on_returned = on_returned
+        self._returned_bytes = 0
         self._memory: dict[int, mmap.mmap] = {}
         self._leases: dict[int, weakref.ref[memoryview]] = {}
         self._arrived: deque[int] = deque()  # descriptors that came with the stream, in its order
@@ -200,6 +205,10 @@ class Borrowing:
         def give_back(_: object) -> None:
             leases.pop(number, None)
             returned.append(number)
+            self._returned_bytes += length
+            if self._returned_bytes >= _MUCH:
+                self._returned_bytes = 0
+                self._on_returned()
 
         leases[number] = weakref.ref(view, give_back)
         return view
@@ -220,6 +229,14 @@ class Borrowing:
         """The sender dropped these; tensors on them keep their mapping alive, others unmap now."""
         for number in numbers:
             self._memory.pop(number, None)
+
+    def take_returned(self, most: int) -> list[int]:
+        """The numbers to give back now."""
+        numbers: list[int] = []
+        self._returned_bytes = 0
+        while self.returned and len(numbers) < most:
+            numbers.append(self.returned.popleft())
+        return numbers
 
     def close(self) -> None:
         while self._arrived:

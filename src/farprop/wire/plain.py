@@ -1,9 +1,9 @@
 """The short way for the commonest messages: a few numbers, strings and small dense tensors, and nothing else.
 
-Torch's and pickle's general machinery costs several times what such a message needs. Here a tensor becomes a tuple of its bytes,
-dtype, size and ``requires_grad``, the rest stays as it is, and plain pickle does the whole tuple. Anything that does not fit
-(another type, a tensor that is large, strided, sparse, or shares its storage with another one) makes ``encode_plain`` return None, and
-the general codec takes over.
+Torch's and pickle's general machinery costs several times what such a message needs. Here a tensor becomes a tuple of
+its bytes, dtype, size and ``requires_grad``, the rest stays as it is, and plain pickle does the whole tuple.
+Anything that does not fit (another type, a tensor that is large, strided, sparse, or shares its storage with another
+one) makes ``encode_plain`` return None, and the general codec takes over.
 """
 
 from __future__ import annotations

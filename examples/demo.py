@@ -1,0 +1,199 @@
+"""Four workers train one model that is split across them. Run it with ``make demo``.
+
+``worker1``, ``worker2`` and ``worker3`` each hold one stage of a network that tells the arms of a spiral apart.
+``worker0`` has the data and the loss, and drives the others with calls alone:
+
+- forward: each stage gets the output of the stage before it, and keeps what it needs for the way back;
+- backward: each stage gets the gradient of its output, and answers with the gradient of its input;
+- step: all stages update their weights at the same time.
+
+The data goes through in parts, so that the stages work side by side, each on a part of its own.
+
+Later releases take work off this program. With references, what passes between two stages need not come by
+``worker0``. With autograd across workers, the way back is one call.
+"""
+
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+import farprop.rpc as rpc
+
+STAGES = ["worker1", "worker2", "worker3"]
+STEPS = 200
+PARTS = 3
+ARMS, POINTS_PER_ARM = 3, 80
+
+
+# On worker1, worker2 and worker3: the functions that worker0 calls, and what they work on.
+
+
+class Stage:
+    """Some layers of the model, the momentum of their weights, and what is kept of each part until its gradient comes."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        self.layers = layers
+        self.momentum = [torch.zeros_like(weight) for weight in layers.parameters()]
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+
+stage: Stage
+
+
+def build(layers: nn.Module) -> None:
+    global stage
+    stage = Stage(layers)
+
+
+def forward(part: int, given: Tensor) -> Tensor:
+    given.requires_grad_()
+    output = stage.layers(given)
+    stage.kept[part] = given, output
+    return output.detach()  # the graph stays here
+
+
+def backward(part: int, gradient: Tensor) -> Tensor | None:
+    given, output = stage.kept.pop(part)
+    output.backward(gradient)  # the gradients of the weights stay here
+    return given.grad
+
+
+@torch.no_grad()
+def step() -> None:
+    # By hand, because to import torch.optim takes longer than all of the training.
+    for weight, momentum in zip(stage.layers.parameters(), stage.momentum, strict=True):
+        momentum.mul_(0.9).add_(weight.grad)
+        weight -= 0.2 * momentum
+        weight.grad = None
+
+
+def serve(rank: int, meeting_point: str) -> None:
+    torch.set_num_threads(1)
+    join(rank, meeting_point)
+    rpc.shutdown()  # waits until worker0 has no more calls to make
+
+
+# On worker0: the data, the loss, and the order in which things happen.
+
+calls = 0
+
+
+def call(to: str, function: Callable[..., Any], *args: Any) -> torch.futures.Future[Any]:
+    global calls
+    calls += 1
+    return rpc.rpc_async(to, function, args=args)
+
+
+def through(stages: Sequence[str], function: Callable[..., Any], parts: Sequence[Tensor]) -> list[Tensor]:
+    """Every part goes through every stage. While one stage has a part, the stage before it has the next part."""
+    values = list(parts)
+    for tick in range(len(values) + len(stages) - 1):
+        at_work = [part for part in range(len(values)) if 0 <= tick - part < len(stages)]
+        futures = [call(stages[tick - part], function, part, values[part]) for part in at_work]
+        for part, future in zip(at_work, futures, strict=True):
+            values[part] = future.wait()
+    return values
+
+
+def train() -> Iterator[tuple[float, float]]:
+    """Yields, step by step, the loss and the share of points that the model puts on the right arm."""
+    torch.manual_seed(0)
+    points, arms = spiral()
+    first = nn.Sequential(nn.Linear(2, 32), nn.Tanh())
+    second = nn.Sequential(nn.Linear(32, 32), nn.Tanh())
+    third = nn.Linear(32, ARMS)
+    for name, layers in zip(STAGES, (first, second, third), strict=True):
+        call(name, build, layers).wait()
+    for _ in range(STEPS):
+        outputs = [output.requires_grad_() for output in through(STAGES, forward, points.chunk(PARTS))]
+        scores = torch.cat(outputs)
+        loss = nn.functional.cross_entropy(scores, arms)
+        through(STAGES[::-1], backward, torch.autograd.grad(loss, outputs))
+        torch.futures.wait_all([call(name, step) for name in STAGES])
+        yield loss.item(), (scores.argmax(1) == arms).float().mean().item()
+
+
+def spiral() -> tuple[Tensor, Tensor]:
+    """Points on the arms of a spiral, not quite in place and in no order; and the arm of each."""
+    arms = torch.arange(ARMS).repeat(POINTS_PER_ARM)[torch.randperm(ARMS * POINTS_PER_ARM)]
+    radius = torch.rand(len(arms))
+    angle = 5 * radius + arms * (2 * torch.pi / ARMS) + 0.1 * torch.randn(len(arms))
+    return torch.stack([radius * angle.sin(), radius * angle.cos()], 1), arms
+
+
+def show(number: int, loss: float, rate: float) -> None:
+    """Progress: a bar on a terminal, ten lines elsewhere."""
+    text = f"step {number:3}/{STEPS}  loss {loss:.4f}  {rate:5.0f} calls/s"
+    if sys.stdout.isatty():
+        width = max(0, min(40, shutil.get_terminal_size().columns - len(text) - 5))
+        done = width * number // STEPS
+        end = "\n" if number == STEPS else ""
+        print(f"\r[{'#' * done}{'.' * (width - done)}]  {text}\x1b[K", end=end, flush=True)
+    elif number % (STEPS // 10) == 0:
+        print(text, flush=True)
+
+
+# Starting and stopping.
+
+
+def join(rank: int, meeting_point: str) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{meeting_point}")
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=1 + len(STAGES), rpc_backend_options=options)
+
+
+def run() -> int:
+    """What worker0 does; returns the exit code."""
+    losses = []
+    began = time.perf_counter()
+    right = seconds = 0.0
+    for loss, right in train():
+        losses.append(loss)
+        seconds = time.perf_counter() - began
+        show(len(losses), loss, calls / seconds)
+    print(f"{calls} calls in {seconds:.1f} s: {calls / seconds:.0f} a second.")
+    print(f"Loss {losses[0]:.4f} at the start, {losses[-1]:.4f} at the end; {right:.1%} of the points are right.")
+    if losses[-1] < losses[0] / 10:
+        return 0
+    print("The loss did not fall as it should.", file=sys.stderr)
+    return 1
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    print("Starting four workers: one with the data and the loss, three with a stage of the model each.", flush=True)
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "farprop.rpc"])  # to import torch once is enough for three
+    with tempfile.TemporaryDirectory() as directory:
+        meeting_point = f"{directory}/meeting-point"
+        others = [context.Process(target=serve, args=(rank, meeting_point)) for rank in range(1, 1 + len(STAGES))]
+        # They inherit this: Ctrl-C is for worker0, which ends the others.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for process in others:
+            process.start()
+        signal.signal(signal.SIGINT, handler)
+        try:
+            join(0, meeting_point)
+            code = run()
+            rpc.shutdown()
+            for process in others:
+                process.join()
+            return code
+        except KeyboardInterrupt:
+            print("\nStopped.", flush=True)
+            return 130
+        finally:
+            for process in others:
+                process.terminate()
+                process.join()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,302 @@
+"""Who may call: only who knows the secret. And garbage on a live port harms nobody."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import socket
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import farprop.rpc as rpc
+from farprop.errors import AuthenticationError
+from farprop.protocol.handshake import READY, Dialler
+from farprop.runtime.current import current_agent
+from farprop.wire.frames import REQUEST, pack
+from tests.calls import functions as f
+from tests.support.workers import Cluster, cluster, run_workers
+
+SECRET = "a-long-secret-for-the-tests-0123456789"
+OTHER = "another-long-secret-for-tests-9876543210"
+
+
+def _start_or_say(rank: int, timeout: float = 10) -> str:
+    try:
+        rpc.init_rpc(
+            f"worker{rank}",
+            rank=rank,
+            world_size=2,
+            rpc_backend_options=rpc.TensorPipeRpcBackendOptions(rpc_timeout=timeout),
+        )
+    except RuntimeError as error:
+        return str(error)
+    name = rpc.rpc_sync(f"worker{1 - rank}", f.own_name)
+    rpc.shutdown()
+    return str(name)
+
+
+def test_a_secret_from_the_environment_or_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text(SECRET + "\n")
+    file.chmod(0o600)
+    env = [{"FARPROP_SECRET": SECRET}, {"FARPROP_SECRET_FILE": str(file)}]
+    assert run_workers(_start_or_say, 2, env=env) == ["worker1", "worker0"]
+    file.chmod(0o644)
+    (text,) = set(run_workers(_start_or_say, 2, env={"FARPROP_SECRET_FILE": str(file)}))
+    assert f"chmod 600 {file}" in text
+
+
+def test_different_secrets_are_refused_on_both() -> None:
+    texts = run_workers(_start_or_say, 2, env=[{"FARPROP_SECRET": SECRET}, {"FARPROP_SECRET": OTHER}])
+    assert all("worker0 and worker1 have different secrets" in text for text in texts)
+    texts = run_workers(_start_or_say, 2, env=[{"FARPROP_SECRET": SECRET}, {}])
+    assert all("worker1 has no FARPROP_SECRET" in text for text in texts)
+
+
+def test_workers_that_share_no_place_to_find_a_secret_are_told_to_set_one(tmp_path: Path) -> None:
+    """As across hosts: each finds a secret of its own."""
+    env = []
+    for rank in range(2):
+        place = tmp_path / str(rank)
+        place.mkdir(mode=0o700)
+        env.append({"XDG_RUNTIME_DIR": str(place)})
+    for text in run_workers(_start_or_say, 2, env=env):
+        assert "share no secret" in text
+        assert "FARPROP_SECRET" in text
+        assert "secrets.token_hex(32)" in text
+    both = [{**e, "FARPROP_INSECURE": "1"} for e in env]
+    assert run_workers(_start_or_say, 2, env=both) == ["worker1", "worker0"]
+
+
+def _secret_files() -> list[tuple[str, int]]:
+    directory = current_agent()._secret.file.parent  # type: ignore[union-attr]
+    return [(name, (directory / name).stat().st_mode & 0o777) for name in os.listdir(directory)]
+
+
+def test_the_found_secret_is_private_and_gone_when_all_have_joined() -> None:
+    with cluster(2) as c:
+        assert c.run(0, _secret_files) == []
+
+
+def test_a_directory_that_others_can_enter_is_refused(tmp_path: Path) -> None:
+    place = tmp_path / "farprop"
+    place.mkdir()
+    place.chmod(0o755)
+    (text,) = set(run_workers(_start_or_say, 2, env={"XDG_RUNTIME_DIR": str(tmp_path)}))
+    assert "not a directory of this user alone" in text
+
+
+# A live worker and an attacker
+
+
+def _addresses() -> tuple[tuple[str, int], str]:
+    entry = current_agent()._own_entry
+    return entry.tcp, entry.unix
+
+
+def _rss() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def _connect(c: Cluster, kind: str) -> socket.socket:
+    tcp, unix = c.run(0, _addresses)
+    if kind == "tcp":
+        connection = socket.create_connection(tcp)
+    else:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect("\0" + unix)
+    connection.settimeout(10)
+    return connection
+
+
+def _closes(connection: socket.socket) -> bool:
+    """Whether the worker hangs up."""
+    try:
+        while connection.recv(4096):
+            pass
+    except ConnectionError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+def _serves(c: Cluster) -> None:
+    assert c.run(1, rpc.rpc_sync, "worker0", f.add, (1,)) == 2
+    assert c.run(0, rpc.rpc_sync, "worker1", f.add, (1,)) == 2
+
+
+class Bomb:
+    """If this is ever unpickled, a file appears."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+def test_nothing_is_unpickled_before_the_proof(kind: str, tmp_path: Path) -> None:
+    import pickle
+
+    path = tmp_path / "boom"
+    bomb = pickle.dumps(((Bomb(str(path)),), {}))
+    request = pack(REQUEST, 0, 1, 0.0, b"builtins:print", bomb)
+    hello = Dialler(b"wrong key" * 4, b'["worker1", 1, "x"]', os.urandom(32)).start()
+    with cluster(2) as c:
+        # The last bytes take away any hope that more might make sense of it.
+        flood = b"\xff" * 2000
+        for data in (request, bomb, hello + request + flood, hello + b"\0" * 32 + b"\x05\0evil!" + request + flood):
+            with _connect(c, kind) as connection:
+                try:
+                    connection.sendall(data)
+                except ConnectionError:
+                    continue
+                assert _closes(connection)
+        _serves(c)
+    assert not path.exists()
+
+
+def _key() -> bytes:
+    return current_agent()._secret.key
+
+
+def _prove(connection: socket.socket, key: bytes, identity: bytes) -> None:
+    machine = Dialler(key, identity, os.urandom(32))
+    connection.sendall(machine.start())
+    while machine.state != READY:
+        data = connection.recv(512)
+        if not data:
+            raise AuthenticationError("refused")
+        connection.sendall(machine.receive(data))
+
+
+def test_who_knows_the_secret_but_is_not_of_the_group_is_refused() -> None:
+    with cluster(2) as c:
+        key = c.run(0, _key)
+        with _connect(c, "tcp") as connection:
+            _prove(connection, key, json.dumps(["stranger", 5, "abc"]).encode())
+            connection.sendall(pack(REQUEST, 0, 1, 0.0, b"os:getpid", b"\x80\x05)}\x86."))
+            assert _closes(connection)
+        with _connect(c, "tcp") as connection:
+            _prove(connection, key, b"not json at all")
+            assert _closes(connection)
+        _serves(c)
+
+
+def _instance(rank: int) -> str:
+    return str(current_agent()._entries[f"worker{rank}"].instance)
+
+
+def test_broken_frames_of_a_proven_peer_close_its_connection_alone() -> None:
+    with cluster(2) as c:
+        key = c.run(0, _key)
+        identity = json.dumps(["worker1", 1, c.run(0, _instance, 1)]).encode()
+        good = pack(REQUEST, 0, 1, 0.0, b"builtins:abs", b"\x80\x05K\x01\x85}\x86.")
+        broken = [
+            b"\xff" * 64,
+            good[:20] + b"\xff" * 200,
+            struct.pack("<BBHHHQdQ", REQUEST, 0, 0, 0, 0, 1, 0.0, 1 << 62),
+            struct.pack("<BBHHHQdQ", REQUEST, 0, 1, 0, 0, 1, 0.0, 0) + struct.pack("<QQ", 1 << 62, 0),
+            pack(REQUEST, 0, 1, 0.0, b"", b"", [(100, 77)]),  # a segment that was never passed
+            pack(REQUEST, 0, 1, 0.0, b"", b"", (), [5]),  # gives back what it does not have
+            pack(2, 0, 1, 0.0, b"", b"x"),  # an answer to nothing
+        ]
+        before = c.run(0, _rss)
+        for data in broken:
+            with _connect(c, "tcp") as connection:
+                _prove(connection, key, identity)
+                connection.sendall(data)
+                assert _closes(connection), data
+        # Truncated: the peer goes away in the middle of a frame.
+        with _connect(c, "unix") as connection:
+            _prove(connection, key, identity)
+            connection.sendall(good[:-3])
+        _serves(c)
+        assert c.run(0, _rss) - before < 100 << 20
+
+
+def test_a_bad_pickle_of_a_proven_peer_is_an_answer_not_a_crash() -> None:
+    with cluster(2) as c:
+        key = c.run(0, _key)
+        identity = json.dumps(["worker1", 1, c.run(0, _instance, 1)]).encode()
+        with _connect(c, "tcp") as connection:
+            _prove(connection, key, identity)
+            for name, meta in (
+                (b"builtins:abs", b"garbage"),
+                (b"no.such:thing", b"\x80\x05)}\x86."),
+                (b"\xff\xfe", b""),
+            ):
+                connection.sendall(pack(REQUEST, 0, 1, 0.0, name, meta))
+                assert connection.recv(65536)[0] == 3  # a FAILURE frame
+        _serves(c)
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.binary(min_size=1, max_size=2000), valid=st.integers(0, 42), kind=st.sampled_from(["tcp", "unix"]))
+def _fuzz(c: Cluster, addresses: Any, data: bytes, valid: int, kind: str) -> None:
+    hello = Dialler(b"k" * 32, b"x", os.urandom(32)).start()
+    if kind == "tcp":
+        connection = socket.create_connection(addresses[0])
+    else:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect("\0" + addresses[1])
+    with connection:
+        try:
+            connection.sendall(hello[:valid] + data)
+        except ConnectionError:
+            pass
+
+
+def test_raw_bytes_on_a_live_port() -> None:
+    with cluster(2) as c:
+        addresses = c.run(0, _addresses)
+        before = c.run(0, _rss)
+        _fuzz(c, addresses)
+        _serves(c)
+        assert c.run(0, _rss) - before < 50 << 20
+
+
+def test_floods_of_connections_and_of_bytes_are_capped() -> None:
+    with cluster(2, check=False) as c:
+        before = c.run(0, _rss)
+        tcp, _ = c.run(0, _addresses)
+        held = []
+        for _ in range(400):
+            held.append(socket.create_connection(tcp))
+        _serves(c)
+        flood = _connect(c, "tcp")
+        with flood:
+            try:
+                for _ in range(1000):
+                    flood.sendall(random.randbytes(1 << 16))
+            except OSError:
+                pass
+            else:
+                raise AssertionError("nobody hung up")
+        _serves(c)
+        assert c.run(0, _unproven) <= 256
+        assert c.run(0, _rss) - before < 50 << 20
+        for connection in held:
+            connection.close()
+        deadline = time.monotonic() + 20
+        while c.run(0, _unproven):
+            assert time.monotonic() < deadline
+
+
+def _unproven() -> int:
+    return len(current_agent()._server._unproven)
