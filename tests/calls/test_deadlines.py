@@ -43,27 +43,32 @@ def test_deadlines_hold(env: dict[str, str]) -> None:
         c.run(0, _per_call_and_per_process)
 
 
-def _late_work_is_not_started() -> None:
-    blocker = rpc.rpc_async("worker1", f.wait_for_gate)  # the only thread
-    late = rpc.rpc_async("worker1", f.note, args=("late",), timeout=0.05)
+LATE = 0.05
+
+
+def _send_late_work() -> None:
+    rpc.rpc_async("worker1", f.wait_for_gate)  # takes the only thread
+    late = rpc.rpc_async("worker1", f.note, args=("late",), timeout=LATE)
     with pytest.raises(RpcTimeoutError):
         late.wait()
-    in_time = rpc.rpc_async("worker1", f.note, args=("in time",), timeout=60)
-    rpc.rpc_sync("worker0", f.noop)
-    f.gate.clear()
-    # A second way in: the gate is opened by a coroutine, which needs no thread of the pool for long.
-    rpc.rpc_async("worker1", f.open_gate)
-    del blocker, in_time
 
 
-def _open_gate_directly() -> None:
-    f.open_gate()
+def _until_it_waits_and_is_late() -> None:
+    while f.debug_info()["agent.num_pending_requests"] != "1":
+        pass
+    time.sleep(2 * LATE)  # the callee counts from when it read the request
+
+
+def _send_work_in_time() -> None:
+    rpc.rpc_async("worker1", f.note, args=("in time",), timeout=60)
 
 
 def test_what_is_too_late_is_not_started() -> None:
     with cluster(2, options={"num_worker_threads": 1}) as c:
-        c.run(0, _late_work_is_not_started)
-        c.run(1, _open_gate_directly)
+        c.run(0, _send_late_work)
+        c.run(1, _until_it_waits_and_is_late)
+        c.run(0, _send_work_in_time)
+        c.run(1, f.open_gate)
         assert c.run(0, _noted_when_quiet) == ["in time"]
 
 

@@ -167,7 +167,7 @@ def rpc_async(
     else:
         if _default_pickler is not _internal_rpc_pickler:
             func, args, kwargs = _with_own_pickler(func, args, kwargs)
-        future = agent.new_future()
+        future = Future()
         try:
             agent.call_async(to, func, tuple(args) if args else (), kwargs or {}, timeout, future)
         except ConnectionLostError as error:
@@ -186,7 +186,7 @@ def _call_profiled(
     elif shown is None:
         shown = getattr(func, "__qualname__", type(func).__qualname__)
     key = _build_rpc_profiling_key(mode, shown, agent.get_worker_info().name, agent.get_worker_info(to).name)
-    future = agent.new_future()
+    future = Future()
     try:
         agent.call_profiled(to, func, tuple(args) if args else (), kwargs or {}, timeout, future, session, key)
     except ConnectionLostError as error:

@@ -23,8 +23,7 @@ from farprop.ids import WorkerInfo
 from farprop.protocol.handshake import READY, Dialler, Listener
 from farprop.protocol.roster import Entry
 from farprop.runtime import profiling, rendezvous
-from farprop.runtime.futures import Future
-from farprop.runtime.links import Link
+from farprop.runtime.links import FutureCall, Link
 from farprop.runtime.loop import Blocked, Loop
 from farprop.runtime.profiling import Session
 from farprop.runtime.secret import Secret, find_secret
@@ -303,7 +302,7 @@ class Agent:
         encoded = encode_call(None if name is not None else function, args, kwargs)
         if timeout == UNSET_TIMEOUT:
             timeout = self.rpc_timeout
-        link.call_async(flags, name or b"", encoded, timeout, partial(settle, future))
+        link.call_async(flags, name or b"", encoded, TorchCall(timeout, future))
 
     def call_profiled(
         self,
@@ -320,29 +319,10 @@ class Agent:
         link = self.link(to)
         name = name_of(function)
         encoded = encode((None if name is not None else function, args, kwargs, session.settings))
-        began = time.perf_counter()
-
-        def finish(frame: Frame | None, error: Exception | None) -> None:
-            value = remote = None
-            if frame is not None:
-                try:
-                    value, remote = value_of(frame)
-                except Exception as raised:
-                    error = raised
-            session.add_call(key, began, self._info.id, remote)
-            if error is None:
-                future.set_result(value)
-            else:
-                future.set_exception(error)
-
         if timeout == UNSET_TIMEOUT:
             timeout = self.rpc_timeout
-        link.call_async(PROFILED, name or b"", encoded, timeout, finish)
-
-    def new_future(self) -> Future:
-        future = Future()
-        future.loop = self._loop
-        return future
+        call = ProfiledCall(timeout, future, session, key, self._info.id)
+        link.call_async(PROFILED, name or b"", encoded, call)
 
     def blocked(self) -> Blocked:
         """``with agent.blocked():`` around a wait in a called function, so that its thread counts as free."""
@@ -436,15 +416,55 @@ def value_of(frame: Frame) -> Any:
     raise decode_failure(frame.meta)
 
 
-def settle(future: torch.futures.Future[Any], frame: Frame | None, error: Exception | None) -> None:
-    """Complete a future with an answer or an error; its callbacks run here."""
-    if frame is not None:
-        try:
-            value = value_of(frame)
-        except Exception as raised:
-            error = raised
+class TorchCall(FutureCall):
+    """A call whose outcome completes a future; its callbacks run where it is completed."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, timeout: float, future: torch.futures.Future[Any]) -> None:
+        self.timeout = timeout
+        self.future = future
+
+    def finish(self, frame: Frame | None, error: Exception | None) -> None:
+        if frame is not None:
+            try:
+                value = value_of(frame)
+            except Exception as raised:
+                error = raised
+            else:
+                _set_result(self.future, value)
+                return
+        assert error is not None
+        self.future.set_exception(error)
+
+
+class ProfiledCall(TorchCall):
+    """The same under a profile: what the callee recorded goes into it before the future is done."""
+
+    __slots__ = ("_began", "_key", "_own_id", "_session")
+
+    def __init__(
+        self, timeout: float, future: torch.futures.Future[Any], session: Session, key: str, own_id: int
+    ) -> None:
+        super().__init__(timeout, future)
+        self._session = session
+        self._key = key
+        self._own_id = own_id
+        self._began = time.perf_counter()
+
+    def finish(self, frame: Frame | None, error: Exception | None) -> None:
+        value = remote = None
+        if frame is not None:
+            try:
+                value, remote = value_of(frame)
+            except Exception as raised:
+                error = raised
+        self._session.add_call(self._key, self._began, self._own_id, remote)
+        if error is None:
+            self.future.set_result(value)
         else:
-            future.set_result(value)
-            return
-    assert error is not None
-    future.set_exception(error)
+            self.future.set_exception(error)
+
+
+# Without the layer of Python that torch.futures puts around it.
+_set_result = torch._C.Future.set_result

@@ -6,17 +6,15 @@ from typing import Any
 
 import torch
 
-from farprop.runtime.loop import Loop
+from farprop.runtime.loop import loop_of_this_thread
 
 
 class Future(torch.futures.Future[Any]):
     """A ``torch.futures.Future``. Waiting for it inside a called function does not use up a worker thread."""
 
-    loop: Loop | None = None
-
     def wait(self) -> Any:
-        loop = self.loop
-        if loop is not None and loop.on_pool_thread() and not self.done():
+        loop = loop_of_this_thread()
+        if loop is not None and not self.done():
             with loop.blocked():
                 return super().wait()
         return super().wait()

@@ -54,13 +54,15 @@ class SyncCall:
 
 
 class FutureCall:
-    """A call whose outcome goes to ``finish(frame, error)`` on a thread of the pool."""
+    """A call that nobody waits for here: ``finish`` is called once with its outcome, on a thread of the pool."""
 
-    __slots__ = ("finish", "timeout")
+    __slots__ = ("timeout",)
 
-    def __init__(self, finish: Callable[[Frame | None, Exception | None], None], timeout: float) -> None:
-        self.finish = finish
+    def __init__(self, timeout: float) -> None:
         self.timeout = timeout
+
+    def finish(self, frame: Frame | None, error: Exception | None) -> None:
+        raise NotImplementedError
 
 
 class _LoopReads:
@@ -152,16 +154,9 @@ class Link:
             raise call.error
         raise timeout_error(self.peer, timeout)
 
-    def call_async(
-        self,
-        flags: int,
-        name: bytes,
-        encoded: Encoded,
-        timeout: float,
-        finish: Callable[[Frame | None, Exception | None], None],
-    ) -> None:
-        """Send a request; ``finish`` is called once with its outcome."""
-        call = FutureCall(finish, timeout)
+    def call_async(self, flags: int, name: bytes, encoded: Encoded, call: FutureCall) -> None:
+        """Send a request; ``call.finish`` is called once with its outcome."""
+        timeout = call.timeout
         call_id = next(self._ids)
         if self._connection.outbox_bytes > _OUTBOX_LIMIT:
             self._wait_for_room(timeout)
@@ -200,10 +195,10 @@ class Link:
         return following
 
     def _uncork_soon(self) -> None:
-        # After the request has joined those that wait: an alarm that rang before would not have seen it.
+        # Called after the request has joined those that wait, so an alarm that has not rung yet will see it.
+        if self._uncork_due:
+            return
         with self._lock:
-            if self._uncork_due:
-                return
             self._uncork_due = True
         self._loop.set_alarm(_now() + _UNCORK_SECONDS)
 
@@ -283,27 +278,25 @@ class Link:
                 if frames is None:
                     self.lose("it closed the connection")
                     return
-                for frame in frames:
-                    self._deliver(frame, self._loop.submit)
+                self._deliver(frames, self._loop.submit)
         except ProtocolError as error:
             self.lose(f"it broke the protocol: {error}")
         finally:
             self._hand_over()
 
-    def _deliver(self, frame: Frame, run: Callable[..., None]) -> None:
-        if frame.kind == NOTICE:
-            return
-        if frame.kind not in (ANSWER, FAILURE):
-            raise ProtocolError(f"frame kind {frame.kind} where an answer should be")
+    def _deliver(self, frames: list[Frame], run: Callable[..., None]) -> None:
         with self._lock:
-            call = self._calls.answer(frame.call_id)
-        if call is None:
-            return  # too late; its buffers go back when the frame is collected
-        if isinstance(call, SyncCall):
-            call.frame = frame
-            call.ring()
-        else:
-            run(call.finish, frame, None)
+            answered = [(self._calls.answer(frame.call_id), frame) for frame in frames if frame.kind != NOTICE]
+        for call, frame in answered:
+            if frame.kind != ANSWER and frame.kind != FAILURE:
+                raise ProtocolError(f"frame kind {frame.kind} where an answer should be")
+            if call is None:
+                continue  # too late; its buffers go back when the frame is collected
+            if isinstance(call, SyncCall):
+                call.frame = frame
+                call.ring()
+            else:
+                run(call.finish, frame, None)
 
     def _hand_over(self) -> None:
         """Whoever read is done: the next caller, the loop, or nobody reads from now on."""
@@ -366,8 +359,7 @@ class Link:
             if frames is None:
                 self.lose("it closed the connection")
                 return
-            for frame in frames:
-                self._deliver(frame, self._loop.push_answer)
+            self._deliver(frames, self._loop.push_answer)
             self._connection.uncork()
         except BlockingIOError:
             pass

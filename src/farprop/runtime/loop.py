@@ -91,7 +91,6 @@ class Loop:
         self._watcher_bell = threading.Lock()
         self._watcher_bell.acquire()
         self._watching = False
-        self.served = 0
 
     def start(self, on_alarm: Callable[[float], float], on_pause: Callable[[], None]) -> None:
         """``on_alarm(now)`` is called when an alarm is due and returns when to be called next (0: not).
@@ -254,27 +253,20 @@ class Loop:
                 self._poll(-1.0)
 
     def _run_queued(self, me: int) -> bool:
-        """Run one thing from the queues; False if there was nothing that may run now."""
-        counted = 0
+        """Run something from the queues; False if there was nothing that may run now."""
         if self._answers:
-            queue = self._answers
-        elif self._requests and self._running < self._limit:
-            queue = self._requests
-            counted = 1
-        else:
+            self._run_answers(me)
+            return True
+        if not self._requests or self._running >= self._limit:
             return False
         try:
-            function, args = queue.popleft()
+            function, args = self._requests.popleft()
         except IndexError:
             return True  # another thread was faster
         with self._lock:
-            self._running += counted
-            if self._holder == me:
-                self._running_since = _now()
-                if not self._watching:
-                    self._watching = True
-                    self._watcher_bell.release()
-        _pool.counted = counted
+            self._running += 1
+            self._watch_holder(me)
+        _pool.counted = 1
         try:
             function(*args)
         except Exception:
@@ -283,11 +275,38 @@ class Loop:
             # What was called may hold tensors: it must not outlive the call in this frame.
             function = args = None  # type: ignore[assignment]
             with self._lock:
-                self._running -= counted
-                self.served += counted
+                self._running -= 1
                 if self._holder == me:
                     self._running_since = 0.0
         return True
+
+    def _run_answers(self, me: int) -> None:
+        """Run what the limit does not hold up, one after the other; other threads may take from the queue meanwhile."""
+        answers, lock = self._answers, self._lock
+        _pool.counted = 0
+        while True:
+            try:
+                function, args = answers.popleft()
+            except IndexError:
+                break
+            with lock:
+                self._watch_holder(me)
+            try:
+                function(*args)
+            except Exception:
+                _log.exception("farprop: unexpected error in a pool thread")
+            function = args = None  # type: ignore[assignment]
+        with lock:
+            if self._holder == me:
+                self._running_since = 0.0
+
+    def _watch_holder(self, me: int) -> None:
+        """The holder begins to run something: from now on the watcher looks at the time. Called under the lock."""
+        if self._holder == me:
+            self._running_since = _now()
+            if not self._watching:
+                self._watching = True
+                self._watcher_bell.release()
 
     def _rest(self, me: int) -> bool:
         """Sleep until there is something to do; False if this thread should end."""
@@ -472,3 +491,8 @@ class Blocked:
 
 
 _pool = threading.local()
+
+
+def loop_of_this_thread() -> Loop | None:
+    """The loop whose pool this thread belongs to."""
+    return getattr(_pool, "loop", None)

@@ -30,7 +30,7 @@ from farprop.wire.functions import FunctionNotFound, resolve
 
 _log = logging.getLogger("farprop.serving")
 
-HANDSHAKE_SECONDS = 10.0
+HANDSHAKE_SECONDS = 20.0
 _MAX_UNPROVEN_PEERS = 256
 _QUICK = 100e-6
 _now = time.monotonic
@@ -171,10 +171,11 @@ class Server:
         if frames is None:
             self._close(connection)
             return
+        now = _now()
         for frame in frames:
             if frame.kind == REQUEST:
                 self._count(frame.flags, 1)
-                late = _now() + frame.seconds if frame.seconds else 0.0
+                late = now + frame.seconds if frame.seconds else 0.0
                 self._loop.push_request(self._run, connection, frame, late)
             elif frame.kind != NOTICE:
                 _log.error("closed the connection from %s: frame kind %d", connection.peer, frame.kind)

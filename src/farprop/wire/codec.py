@@ -94,6 +94,8 @@ def decode_call(
 
 def encode_value(value: Any) -> Encoded:
     """Encode what a function returned."""
+    if value is None:
+        return _NONE
     if type(value) in _SHORT:
         meta = encode_plain((value,))
         if meta is not None:
@@ -103,7 +105,7 @@ def encode_value(value: Any) -> Encoded:
 
 def decode_value(meta: bytes | bytearray | memoryview, buffers: Sequence[Any], flags: int) -> Any:
     if flags & PLAIN:
-        return decode_plain(meta)[0]
+        return None if meta == _NONE.meta else decode_plain(meta)[0]
     return _loads(meta, buffers=buffers)
 
 
@@ -150,6 +152,7 @@ def _cloud_pickler() -> Any:
 
 
 _CloudPickler: Any = None
+_NONE = Encoded(pickle.dumps((0, (None,)), 5), [], None, PLAIN)
 
 
 def _save_script_module(module: Any) -> bytes:

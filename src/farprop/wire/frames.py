@@ -143,6 +143,13 @@ class FrameReader:
                     self._expect_body(head, own, len(have))
                     return frames
                 break
+            if not head[2] and not head[4]:
+                kind, flags, _, name, _, call_id, seconds, _ = head
+                body_at = at + HEADER_SIZE + name
+                name_bytes = bytes(small[at + HEADER_SIZE : body_at])
+                frames.append(Frame(kind, flags, call_id, seconds, name_bytes, bytes(small[body_at:end]), (), []))
+                at = end
+                continue
             frame = self._frame_of(head, bytes(small[at + HEADER_SIZE : end]))
             at = end
             inline = [b for b in frame.buffers if type(b) is bytearray]

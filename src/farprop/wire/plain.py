@@ -24,10 +24,13 @@ _Tensor = torch.Tensor
 _dumps = pickle.dumps
 _loads = pickle.loads
 _string_at = ctypes.string_at
+_NOTHING = _dumps((0, ()), 5)
 
 
 def encode_plain(values: tuple[Any, ...]) -> bytes | None:
     """The pickle of ``(mask, values)``; bit i of the mask says that value i is a tensor."""
+    if not values:
+        return _NOTHING
     types = tuple(map(type, values))
     if _Tensor not in types:
         return _dumps((0, values), 5) if ATOMS.issuperset(types) else None
@@ -72,6 +75,8 @@ def _flatten(tensor: torch.Tensor, storages: list[int] | None) -> tuple[bytearra
 
 
 def decode_plain(meta: Any) -> list[Any] | tuple[Any, ...]:
+    if meta == _NOTHING:
+        return ()
     mask, values = _loads(meta)
     index = 0
     while mask:

@@ -1,0 +1,251 @@
+"""What people read first does what it says: the examples, and every piece of Python in the documents."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import os
+import pty
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import farprop.errors
+import farprop.rpc as rpc
+from farprop.config import Settings
+from tests.support.workers import free_port, run_workers
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+# Warnings are errors in the examples, too. The exception is that of pyproject.toml.
+PYTHON = [sys.executable, "-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning"]
+SECONDS = 100
+
+
+# Examples
+
+
+def test_every_example_is_tested() -> None:
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {"demo.py", "parameter_server.py"}
+
+
+@contextlib.contextmanager
+def _demo(**streams: Any) -> Iterator[subprocess.Popen[str]]:
+    """The demo, in a group of processes that does not outlive the test."""
+    environment = {**os.environ, "COLUMNS": "80"}
+    command = [*PYTHON, "examples/demo.py"]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **streams) as demo:
+        try:
+            yield demo
+            assert demo.wait(10) is not None
+        finally:
+            if demo.poll() is None:
+                os.killpg(demo.pid, signal.SIGKILL)
+    _wait_for_end_of_group(demo.pid)
+
+
+def test_demo_on_a_terminal() -> None:
+    ours, theirs = pty.openpty()
+    output = b""
+    with open(ours, "rb", buffering=0) as terminal, _demo(stdout=theirs, stderr=theirs) as demo:
+        os.close(theirs)
+        with contextlib.suppress(OSError):  # so a terminal ends
+            while read := terminal.read(4096):
+                output += read
+    assert demo.returncode == 0, output
+    start, *drawn, calls, verdict = output.decode().replace("\r\n", "\n").replace("\n", "\r").strip().split("\r")
+    assert start.startswith("Starting four workers")
+    bars = [bar for bar in drawn if bar]
+    assert len(bars) == 150
+    assert re.fullmatch(r"\[\.+\]  step   1/150  loss 1\.\d+  right +\d+\.\d%\x1b\[K", bars[0])
+    assert re.fullmatch(r"\[#+\]  step 150/150  loss 0\.\d+  right +9\d\.\d%\x1b\[K", bars[-1])
+    assert {len(bar.removesuffix("\x1b[K")) for bar in bars} <= set(range(60, 80))
+    assert re.fullmatch(r"\d+ calls in [\d.]+ s, \d+ a second\.", calls)
+    assert re.fullmatch(r"The loss fell from 1\.\d+ to 0\.\d+\.", verdict)
+
+
+def test_demo_without_a_terminal_ends_quietly_on_ctrl_c() -> None:
+    with _demo(stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as demo:
+        assert demo.stdout is not None
+        lines = [demo.stdout.readline() for _ in range(3)]
+        os.killpg(demo.pid, signal.SIGINT)  # as a terminal does, to all of them
+        rest = demo.stdout.read()
+    assert demo.returncode == 130, rest
+    assert lines[0].startswith("Starting four workers"), lines
+    assert [line.split("  loss")[0] for line in lines[1:]] == ["step  15/150", "step  30/150"]
+    assert "\x1b" not in "".join(lines) + rest
+    assert "Traceback" not in rest
+    assert rest.endswith("\nStopped.\n")
+
+
+def _wait_for_end_of_group(group: int) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.01)
+    raise AssertionError("a process of the demo is still there")
+
+
+def test_parameter_server() -> None:
+    *trainers, server = _output([*PYTHON, "examples/parameter_server.py"]).splitlines()
+    assert sorted(line.split(":")[0] for line in trainers) == ["trainer1", "trainer2", "trainer3"]
+    assert all(re.search(r"loss 0\.000\d+ after 100 steps", line) for line in trainers)
+    assert server == "server: found [3.0, -2.0, 0.5] for [3.0, -2.0, 0.5]"
+
+
+def _output(command: list[str]) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# Pieces of Python in the documents
+
+
+class Block(NamedTuple):
+    """A piece of Python in a document."""
+
+    text: str
+    where: str
+
+    def program(self, directory: Path) -> str:
+        """A program for two workers, which finds ``rank``, ``torch`` and ``rpc`` as they are after the quick start.
+
+        A piece without ``init_rpc`` is run as the README says: definitions on all workers, the rest on worker0.
+        """
+        text = self.text.replace(":29500", f":{free_port()}").replace("/tmp/", f"{directory}/")
+        if "rpc.init_rpc(" in text:
+            return text
+        statements = ast.parse(text).body
+        everywhere = [s for s in statements if isinstance(s, _DEFINITIONS)]
+        on_worker0 = [s for s in statements if not isinstance(s, _DEFINITIONS)]
+        return "\n".join(
+            [
+                *map(ast.unparse, everywhere),
+                'rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)',
+                "if rank == 0:",
+                *(textwrap.indent(ast.unparse(s), "    ") for s in on_worker0),
+                "rpc.shutdown()",
+            ]
+        )
+
+    def promised(self) -> list[str]:
+        """What it says that it prints, in comments behind ``print``."""
+        return re.findall(r"^ *print\(.*\)  # (.+)$", self.text, re.MULTILINE)
+
+
+_DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
+
+
+def _blocks(document: str) -> list[Block]:
+    text = (ROOT / document).read_text()
+    return [
+        Block(found[1], f"{document}:{text.count(chr(10), 0, found.start()) + 2}")
+        for found in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    ]
+
+
+BLOCKS = _blocks("README.md") + _blocks("docs/design.md")
+
+
+def test_no_piece_of_python_is_overlooked() -> None:
+    assert len(_blocks("README.md")) == 6
+    for name, known in (("README.md", {"python", "sh", "diff"}), ("docs/design.md", {"python", ""})):
+        fences = re.findall(r"^ *(?:```|~~~)(.*)$", (ROOT / name).read_text(), re.MULTILINE)
+        assert set(fences[::2]) <= known, name
+        assert set(fences[1::2]) <= {""}, name
+        assert fences.count("python") == len(_blocks(name)), name
+
+
+@pytest.mark.parametrize("block", [pytest.param(block, id=block.where) for block in BLOCKS])
+def test_python_in_documents(block: Block, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(block.program(tmp_path))
+    ranks = [{"RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
+    outputs = run_workers(_run_script, 2, (str(script),), ranks)
+    assert outputs[0] == block.promised()
+    assert outputs[1] in ([], block.promised())
+
+
+def _run_script(rank: int, path: str) -> list[str]:
+    names: dict[str, Any] = {"rank": rank, "torch": torch, "rpc": rpc}
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        runpy.run_path(path, names, "__main__")
+    return output.getvalue().splitlines()
+
+
+def test_received_tensors_can_not_be_resized() -> None:
+    assert "received.resize_(3, 3) raises" in README
+    run_workers(_resize)
+
+
+def _resize(rank: int) -> None:
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="not resizable"):
+            rpc.rpc_sync("worker1", torch.zeros, args=(2, 2)).resize_(3, 3)
+    rpc.shutdown()
+
+
+# The rest of the README
+
+TORCHRUN = "torchrun --standalone --nproc-per-node 2"
+
+
+@pytest.mark.parametrize("command", ["quickstart.py", "-m farprop.compat script.py"])
+def test_torchrun(command: str, tmp_path: Path) -> None:
+    assert f"\n{TORCHRUN} {command}\n" in README
+    block = _blocks("README.md")[0]
+    *options, script = command.split()
+    text = block.text
+    if options:
+        text = text.replace("import farprop.rpc as rpc", "import torch.distributed.rpc as rpc")
+        text += '\nassert rpc.__name__ == "farprop.rpc"\n'
+    (tmp_path / script).write_text(text)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *TORCHRUN.split()[1:]]
+    assert _output([*torchrun, *options, str(tmp_path / script)]).splitlines() == block.promised()
+
+
+def test_make_commands_exist() -> None:
+    targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    commands = set(re.findall(r"\bmake ([a-z][\w-]*)\b(?=`| +#)", README))
+    assert {"demo", "test", "bench", "conformance"} <= commands <= targets
+
+
+def test_links_lead_somewhere() -> None:
+    headings = {
+        "#" + re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.+)$", README, re.M)
+    }
+    for link in re.findall(r"\]\(([^)]+)\)", README):
+        assert link in headings or (ROOT / link).exists(), link
+
+
+def test_every_setting_is_listed_with_its_default() -> None:
+    rows = dict(re.findall(r"^\| `(FARPROP_\w+)` \| (.*?) \|", README, re.MULTILINE))
+    assert set(rows) == {f"FARPROP_{name.upper()}" for name in Settings.__dataclass_fields__}
+    assert rows["FARPROP_TRANSPORT"] == f"`{Settings.transport}`"
+    for name in ("max_message_bytes", "shm_pool_bytes"):
+        assert rows[f"FARPROP_{name.upper()}"] == f"{getattr(Settings, name) >> 30} GiB"
+
+
+def test_every_error_is_listed_with_its_base() -> None:
+    rows = dict(re.findall(r"^\| `(\w+Error)` \|.*\| *`?(\w*)`? *\|$", README, re.MULTILINE))
+    errors = {n: e for n, e in vars(farprop.errors).items() if isinstance(e, type) and issubclass(e, RuntimeError)}
+    assert set(rows) == set(errors)
+    for name, base in rows.items():
+        bases = [e.__name__ for e in errors[name].__bases__ if e is not farprop.errors.FarpropError]
+        assert bases == ([base] if base else []), name
