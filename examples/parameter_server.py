@@ -1,7 +1,8 @@
 """A server holds the parameters of a model; trainers send it gradients of their share of the data.
 
-``push`` is decorated with ``async_execution``: it returns a future at once, and the trainers get their answers, the
-updated parameters, when all of them have pushed. However many wait, they use up no thread of the server.
+The server starts the trainers with ``train``, and they call it back with ``push``. That is decorated with
+``async_execution``: it returns a future at once, and the trainers get their answers, the updated parameters, when all
+of them have pushed. However many wait, they use up no thread of the server.
 """
 
 import tempfile
@@ -44,7 +45,8 @@ def push(gradient: Tensor) -> Future[Tensor]:
     return updated
 
 
-def train(number: int) -> None:
+def train(number: int) -> float:
+    """What the server asks each trainer to do; returns the last loss."""
     torch.manual_seed(number)
     inputs = torch.randn(100, len(TRUTH))
     targets = inputs @ TRUTH + 0.01 * torch.randn(100)
@@ -54,7 +56,7 @@ def train(number: int) -> None:
         loss = torch.nn.functional.mse_loss(inputs @ parameters, targets)
         (gradient,) = torch.autograd.grad(loss, parameters)
         parameters = rpc.rpc_sync("server", push, args=(gradient,))
-    print(f"trainer{number}: loss {loss.item():.6f} after {STEPS} steps", flush=True)
+    return loss.item()
 
 
 def worker(rank: int, meeting_point: str) -> None:
@@ -62,12 +64,14 @@ def worker(rank: int, meeting_point: str) -> None:
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{meeting_point}")
     name = f"trainer{rank}" if rank else "server"
     rpc.init_rpc(name, rank=rank, world_size=1 + TRAINERS, rpc_backend_options=options)
-    if rank:
-        train(rank)
-    rpc.shutdown()  # here the server waits, and is called, until all trainers are done
-    if not rank:
+    if rank == 0:
+        numbers = range(1, 1 + TRAINERS)
+        losses = torch.futures.wait_all([rpc.rpc_async(f"trainer{n}", train, args=(n,)) for n in numbers])
+        for number, loss in zip(numbers, losses, strict=True):
+            print(f"trainer{number}: loss {loss:.6f} after {STEPS} steps")
         print("server: found", [round(x, 2) for x in server.parameters.tolist()], "for", TRUTH.tolist(), flush=True)
         assert torch.allclose(server.parameters, TRUTH, atol=0.05)
+    rpc.shutdown()  # here the trainers wait, and are called, until the server comes here, too
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from farprop.runtime.current import current_agent
 from farprop.runtime.futures import Future
 from farprop.runtime.gather import AllGatherStates, Gatherings, gather
 from farprop.runtime.profiling import Session
-from farprop.wire.frames import SYSTEM
+from farprop.wire.frames import MAX_SECONDS, SYSTEM
 
 __all__ = ["AllGatherStates", "get_worker_info", "rpc_async", "rpc_sync", "shutdown"]
 
@@ -138,6 +138,8 @@ def rpc_sync(
         to = _to_worker_info(to)
     if not callable(func):
         raise TypeError("function should be callable.")
+    if timeout != UNSET_RPC_TIMEOUT:
+        timeout = _checked_timeout(timeout)
     if _profiler_enabled() and (session := profiling.session()) is not None:
         return _call_profiled(agent, session, RPCExecMode.SYNC, to, func, args, kwargs, timeout).wait()
     if _default_pickler is not _internal_rpc_pickler:
@@ -162,6 +164,8 @@ def rpc_async(
         to = _to_worker_info(to)
     if not callable(func):
         raise TypeError("function should be callable.")
+    if timeout != UNSET_RPC_TIMEOUT:
+        timeout = _checked_timeout(timeout)
     if _profiler_enabled() and (session := profiling.session()) is not None:
         future = _call_profiled(agent, session, RPCExecMode.ASYNC, to, func, args, kwargs, timeout)
     else:
@@ -211,9 +215,14 @@ def get_rpc_timeout() -> float:
 
 def _set_rpc_timeout(timeout: float) -> None:
     """Set the process's default timeout of calls, in seconds; 0 is for none. Calls under way keep theirs."""
-    if timeout < 0:
+    current_agent().rpc_timeout = _checked_timeout(timeout)
+
+
+def _checked_timeout(timeout: float) -> float:
+    """Seconds, 0 for none; what is longer than years is none as well."""
+    if not timeout >= 0:
         raise ValueError(f"A timeout is 0 (none) or more seconds, not {timeout}.")
-    current_agent().rpc_timeout = float(timeout)
+    return float(timeout) if timeout < MAX_SECONDS else 0.0
 
 
 # Gatherings. The next two run on other workers, found by name.

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import torch
 
 from farprop.rpc import constants
+from farprop.wire.frames import MAX_SECONDS
 
 Device: TypeAlias = int | str | torch.device
 
@@ -25,7 +26,7 @@ class RpcBackendOptions:
             )
         if rpc_timeout < 0:
             raise ValueError(f"rpc_timeout must be 0 (none) or more seconds, not {rpc_timeout}.")
-        self.rpc_timeout = rpc_timeout
+        self.rpc_timeout = rpc_timeout if rpc_timeout < MAX_SECONDS else 0
         self.init_method = init_method
 
 

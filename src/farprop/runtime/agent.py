@@ -23,7 +23,7 @@ from farprop.ids import WorkerInfo
 from farprop.protocol.handshake import READY, Dialler, Listener
 from farprop.protocol.roster import Entry
 from farprop.runtime import profiling, rendezvous
-from farprop.runtime.links import FutureCall, Link
+from farprop.runtime.links import FutureCall, Link, timeout_error
 from farprop.runtime.loop import Blocked, Loop
 from farprop.runtime.profiling import Session
 from farprop.runtime.secret import Secret, find_secret
@@ -206,44 +206,52 @@ class Agent:
                 link.give_back()
             self._server.give_back()
 
-    def link(self, to: Any) -> Link:
-        """The connection to a worker, dialled if there is none."""
+    def link(self, to: Any, timeout: float = 0.0) -> Link:
+        """The connection to a worker, dialled if there is none, within ``timeout`` (0: as long as dialling may
+        take).
+        """
         link = self._links.get(to) if type(to) is str else None
         if link is None:
-            if type(to) is not str:
-                link = self._links.get(self.get_worker_info(to).name)
-                if link is not None:
-                    return link
-            link = self._dial(self.get_worker_info(to).name)
+            name = self.get_worker_info(to).name
+            link = self._links.get(name) or self._dial(name, timeout)
         return link
 
-    def _dial(self, name: str) -> Link:
+    def _dial(self, name: str, timeout: float) -> Link:
+        began = time.monotonic()
+        seconds = min(_DIAL_SECONDS, timeout or _DIAL_SECONDS)
         with self._lock:
             gate = self._dialling.setdefault(name, threading.Lock())
-        with self._loop.blocked(), gate:
-            link = self._links.get(name)
-            if link is not None:
-                return link
-            if self._closed:
-                raise UsageError("RPC has been shut down on this worker.")
-            entry = self._entries.get(name)
-            if entry is None:
-                raise UsageError(f"{self._info.name} could not find destination {name!r}.")
-            link = Link(self._loop, name, self._on_lost)
-            deadline = time.monotonic() + _DIAL_SECONDS
+        with self._loop.blocked():
+            if not gate.acquire(timeout=seconds):
+                raise timeout_error(name, seconds)
             try:
-                sock, _ = sockets.dial(entry, self._net, self._unix_allowed, deadline, partial(self._prove, entry))
+                return self._links.get(name) or self._dial_now(name, began + seconds)
             except ConnectionLostError as error:
-                raise ConnectionLostError(
-                    f"Can't reach {name} ({entry.host}, pid {entry.pid}): {error}. It has shut down or died, or the "
-                    "network is cut."
-                ) from error
-            connection = self._new_connection(sock, name, link.want_output)
-            link.attach(connection)
-            if not self._keep(link):
-                link.lose("this worker shut down")
-                raise UsageError("RPC has been shut down on this worker.")
-            return link
+                if timeout and time.monotonic() - began >= timeout:
+                    raise timeout_error(name, timeout) from error
+                raise
+            finally:
+                gate.release()
+
+    def _dial_now(self, name: str, deadline: float) -> Link:
+        if self._closed:
+            raise UsageError("RPC has been shut down on this worker.")
+        entry = self._entries.get(name)
+        if entry is None:
+            raise UsageError(f"{self._info.name} could not find destination {name!r}.")
+        link = Link(self._loop, name, self._on_lost)
+        try:
+            sock, _ = sockets.dial(entry, self._net, self._unix_allowed, deadline, partial(self._prove, entry))
+        except ConnectionLostError as error:
+            raise ConnectionLostError(
+                f"Can't reach {name} ({entry.host}, pid {entry.pid}): {error}. It has shut down or died, or the "
+                "network is cut."
+            ) from error
+        link.attach(self._new_connection(sock, name, link.want_output))
+        if not self._keep(link):
+            link.lose("this worker shut down")
+            raise UsageError("RPC has been shut down on this worker.")
+        return link
 
     def _keep(self, link: Link) -> bool:
         with self._lock:
@@ -256,6 +264,8 @@ class Agent:
         sock.sendall(machine.start())
         while machine.state != READY:
             data = sock.recv(512)
+            if not data and not machine.peer_identity:
+                raise ConnectionLostError("it closed the connection before it said who it is")
             if not data:
                 raise AuthenticationError(
                     f"{entry.name} closed the connection during the handshake: it does not know this job's secret, or "
@@ -280,11 +290,11 @@ class Agent:
     def call_sync(
         self, to: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float, flags: int = 0
     ) -> Any:
-        link = self.link(to)
-        name = name_of(function)
-        encoded = encode_call(None if name is not None else function, args, kwargs)
         if timeout == UNSET_TIMEOUT:
             timeout = self.rpc_timeout
+        link = self.link(to, timeout)
+        name = name_of(function)
+        encoded = encode_call(None if name is not None else function, args, kwargs)
         return value_of(link.call_sync(flags, name or b"", encoded, timeout))
 
     def call_async(
@@ -297,11 +307,11 @@ class Agent:
         future: torch.futures.Future[Any],
         flags: int = 0,
     ) -> None:
-        link = self.link(to)
-        name = name_of(function)
-        encoded = encode_call(None if name is not None else function, args, kwargs)
         if timeout == UNSET_TIMEOUT:
             timeout = self.rpc_timeout
+        link = self.link(to, timeout)
+        name = name_of(function)
+        encoded = encode_call(None if name is not None else function, args, kwargs)
         link.call_async(flags, name or b"", encoded, TorchCall(timeout, future))
 
     def call_profiled(
@@ -316,11 +326,11 @@ class Agent:
         key: str,
     ) -> None:
         """As ``call_async``, and what ran on the callee goes into the caller's profile before the future is done."""
-        link = self.link(to)
-        name = name_of(function)
-        encoded = encode((None if name is not None else function, args, kwargs, session.settings))
         if timeout == UNSET_TIMEOUT:
             timeout = self.rpc_timeout
+        link = self.link(to, timeout)
+        name = name_of(function)
+        encoded = encode((None if name is not None else function, args, kwargs, session.settings))
         call = ProfiledCall(timeout, future, session, key, self._info.id)
         link.call_async(PROFILED, name or b"", encoded, call)
 
@@ -339,8 +349,10 @@ class Agent:
 
     @property
     def idle(self) -> bool:
-        """No call of ours is open, and no request of others is unanswered."""
-        return not self._server.active and not any(link.open_calls for link in list(self._links.values()))
+        """No call of ours is open or being delivered, and no request of others is unanswered."""
+        if self._server.active or self._loop.delivers:
+            return False
+        return not any(link.open_calls for link in list(self._links.values()))
 
     @property
     def requests_sent(self) -> int:

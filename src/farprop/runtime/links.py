@@ -10,6 +10,7 @@ Who reads the answers: nobody, one waiting caller, or the loop. Rules that hold 
 from __future__ import annotations
 
 import itertools
+import logging
 import select
 import threading
 import time
@@ -19,9 +20,10 @@ from farprop.errors import ConnectionLostError, ProtocolError, RpcTimeoutError
 from farprop.protocol.calls import CallTable
 from farprop.runtime.loop import HANGUP, IN, OUT, SPIN, Loop, Spinner
 from farprop.transport.connection import Connection
-from farprop.transport.sockets import RECEIVE_TICK
 from farprop.wire.codec import Encoded
-from farprop.wire.frames import ANSWER, FAILURE, NOTICE, REQUEST, SYSTEM, Frame
+from farprop.wire.frames import NOTICE, REQUEST, SYSTEM, Frame
+
+_log = logging.getLogger("farprop.links")
 
 _now = time.monotonic
 _perf = time.perf_counter
@@ -120,19 +122,20 @@ class Link:
         pooled = loop.on_pool_thread()
         if self._connection.outbox_bytes > _OUTBOX_LIMIT:
             self._wait_for_room(timeout)
-        with self._lock:
-            if self._lost is not None:
-                raise self._lost_error()
-            self._calls.open(call_id, call, None, 0.0)
-            if self._reader is not None:
-                self._followers[call] = None
-            elif pooled and loop.holds_baton():
-                self._loop_reads()
-            else:
-                self._reader = call
-            self.sent += not flags & SYSTEM
         deadline = _now() + timeout if timeout else 0.0
+        # From here on Ctrl-C may come at any line, and must leave nothing of this call behind.
         try:
+            with self._lock:
+                if self._lost is not None:
+                    raise self._lost_error()
+                self._calls.open(call_id, call, None, 0.0)
+                if self._reader is not None:
+                    self._followers[call] = None
+                elif pooled and loop.holds_baton():
+                    self._loop_reads()
+                else:
+                    self._reader = call
+                self.sent += not flags & SYSTEM
             self._send(flags, call_id, timeout, name, encoded)
             while not call.done():
                 if not pooled:
@@ -146,7 +149,7 @@ class Link:
                 if deadline and not call.done() and _now() >= deadline:
                     break
         finally:
-            if not call.done() or call in self._followers:
+            if not call.done() or self._reader is call or call in self._followers:
                 self._leave(call, call_id)
         if call.frame is not None:
             return call.frame
@@ -178,8 +181,10 @@ class Link:
                 self._uncork_soon()
         except BaseException:
             with self._lock:
-                self._calls.answer(call_id)
-            raise
+                ours = self._calls.answer(call_id) is not None
+            if ours:
+                raise  # else the call has ended already, with this very error
+            return
 
     def expire(self, now: float) -> float:
         """End the futures whose time is up, and send what waits for more; when to look again (0: not)."""
@@ -216,6 +221,9 @@ class Link:
         except ConnectionLostError as error:
             self.lose(str(error))
             raise
+        except KeyboardInterrupt:
+            self.lose("sending to it was interrupted")  # half a frame may be out
+            raise
 
     def _wait_for_room(self, timeout: float) -> None:
         poller = select.poll()
@@ -249,47 +257,54 @@ class Link:
 
     def _read_for(self, call: SyncCall, deadline: float) -> None:
         """Read answers until ours is there or the time is up, then hand the reading on."""
-        connection, spinner = self._connection, self._spinner
+        in_stream = False
         try:
-            while not call.done():
-                frames: list[Frame] | None = []
-                if spinner.worth_it():
-                    end = _perf() + SPIN
-                    poll = self._poller.poll
-                    while True:
-                        if poll(0):
-                            frames = connection.receive(False)
-                            spinner.paid_off()
-                            break
-                        if _perf() > end:
-                            spinner.failed()
-                            break
-                if not frames and frames is not None:
-                    try:
-                        if deadline and deadline - _now() < RECEIVE_TICK:
-                            self._poller.poll(max(0.0, deadline - _now()) * 1000)
-                            frames = connection.receive(False)
-                        else:
-                            frames = connection.receive(True)
-                    except BlockingIOError:
-                        if deadline and _now() >= deadline:
-                            return
-                        continue
+            while not call.done() and self._input_comes(deadline):
+                in_stream = True
+                try:
+                    frames = self._connection.receive()
+                except BlockingIOError:
+                    continue
                 if frames is None:
                     self.lose("it closed the connection")
                     return
                 self._deliver(frames, self._loop.submit)
+                in_stream = False
         except ProtocolError as error:
             self.lose(f"it broke the protocol: {error}")
+        except BaseException as error:
+            # Ctrl-C or an error between the bytes and those they are for: the stream can't be trusted any more.
+            if in_stream:
+                self.lose(f"reading from it was interrupted by {type(error).__name__}")
+            raise
         finally:
             self._hand_over()
 
+    def _input_comes(self, deadline: float) -> bool:
+        """Wait until there is something to read; False at the deadline. Being interrupted here does no harm."""
+        poll = self._poller.poll
+        spinner = self._spinner
+        if spinner.worth_it():
+            end = _perf() + SPIN
+            while not poll(0):
+                if _perf() > end:
+                    spinner.failed()
+                    break
+            else:
+                spinner.paid_off()
+                return True
+        if not deadline:
+            poll()
+            return True
+        return bool(poll(max(0.0, deadline - _now()) * 1000)) or _now() < deadline
+
     def _deliver(self, frames: list[Frame], run: Callable[..., None]) -> None:
+        for frame in frames:
+            if frame.kind == REQUEST:
+                raise ProtocolError("a request where an answer should be")
         with self._lock:
             answered = [(self._calls.answer(frame.call_id), frame) for frame in frames if frame.kind != NOTICE]
         for call, frame in answered:
-            if frame.kind != ANSWER and frame.kind != FAILURE:
-                raise ProtocolError(f"frame kind {frame.kind} where an answer should be")
             if call is None:
                 continue  # too late; its buffers go back when the frame is collected
             if isinstance(call, SyncCall):
@@ -309,11 +324,16 @@ class Link:
                     self._reader = follower
                     follower.ring()
                     return
-            if self._lost is None and len(self._calls):
+            if self._lost is not None:
+                return
+            if self._hung_up:
+                # Answers may be left in front of the end: the loop reads up to it.
+                self._hung_up = False
+                self._reader = _LOOP
+                self._wants_input = True
+                self._loop.add(self._connection.fd, IN | HANGUP, self._on_events)
+            elif len(self._calls):
                 self._loop_reads()
-            hung_up = self._hung_up and self._lost is None
-        if hung_up:
-            self.lose("it closed the connection")
 
     def _loop_reads(self) -> None:
         self._reader = _LOOP
@@ -322,6 +342,8 @@ class Link:
             self._set_events()
 
     def _set_events(self) -> None:
+        if self._lost is not None or self._hung_up:
+            return  # the descriptor is not ours any more, or not the loop's for now
         events = HANGUP | (IN if self._wants_input else 0) | (OUT if self._wants_output else 0)
         self._loop.change(self._connection.fd, events)
 
@@ -355,7 +377,7 @@ class Link:
                 self._loop.remove(self._connection.fd)
                 return
         try:
-            frames = self._connection.receive(False)
+            frames = self._connection.receive()
             if frames is None:
                 self.lose("it closed the connection")
                 return
@@ -368,6 +390,10 @@ class Link:
             return
         except ProtocolError as error:
             self.lose(f"it broke the protocol: {error}")
+            return
+        except Exception as error:
+            _log.exception("farprop: unexpected error while reading from %s", self.peer)
+            self.lose(f"reading from it failed: {error!r}")
             return
         if not len(self._calls):
             with self._lock:

@@ -23,6 +23,8 @@ _log = logging.getLogger("farprop.loop")
 
 STALL = 0.001  # seconds after which the watcher takes the baton from a thread that runs something
 _WATCH_TICKS = 20  # ticks without anything running after which the watcher goes to sleep
+_MOST_ANSWERING = 32  # threads that run callbacks of futures at once
+_MOST_THREADS = 2000
 _REST = 5.0  # seconds after which an idle thread that is one too many ends
 SPIN = 300e-6  # seconds to poll before sleeping
 
@@ -79,6 +81,8 @@ class Loop:
         self._answers: deque[Task] = deque()  # completions of our own calls, and farprop's own chores
         self._requests: deque[Task] = deque()  # others' calls, under the limit
         self._running = 0
+        self._answering = 0  # threads that deliver answers, and with them run callbacks, and don't wait
+        self._delivering = 0  # the same with those that wait
         self._holder = 0
         self._running_since = 0.0  # when the holder began to run something; 0 if it did not
         self._idle: dict[int, threading.Lock] = {}
@@ -138,6 +142,8 @@ class Loop:
         """Run something on a thread of the pool, from any thread; at the latest while the loop closes."""
         self._answers.append((function, args))
         self._recruit()
+        if self._closed:
+            self._run_last()
 
     def set_alarm(self, when: float) -> None:
         """See that ``on_alarm`` is called at ``when`` or before."""
@@ -148,10 +154,16 @@ class Loop:
         self.wake()
 
     def wake(self) -> None:
-        try:
-            os.eventfd_write(self._wakeup, 1)
-        except OSError:
-            pass
+        if self._wakeup >= 0:
+            try:
+                os.eventfd_write(self._wakeup, 1)
+            except OSError:
+                pass
+
+    @property
+    def delivers(self) -> bool:
+        """Answers are on their way to futures and their callbacks."""
+        return bool(self._answers or self._delivering)
 
     @property
     def requests_wait(self) -> bool:
@@ -173,7 +185,9 @@ class Loop:
         me = _get_ident()
         with self._lock:
             self._running -= _pool.counted
-            self._running_since = 0.0
+            self._answering -= _pool.answering
+            if self._holder == me:
+                self._running_since = 0.0
         try:
             while not done():
                 if self._closed or self._holder != me:
@@ -190,8 +204,8 @@ class Loop:
         finally:
             with self._lock:
                 self._running += _pool.counted
-                if self._holder == me:
-                    self._running_since = _now()
+                self._answering += _pool.answering
+                self._watch_holder(me)
 
     def blocked(self) -> Blocked:
         """``with loop.blocked():`` around a wait on a pool thread, so that its place is free for others."""
@@ -213,7 +227,9 @@ class Loop:
             elif self._idle:
                 _, bell = self._idle.popitem()
                 bell.release()
-            elif self._answers or self._running < self._limit:
+            elif len(self._threads) < _MOST_THREADS and (
+                (self._answers and self._answering < _MOST_ANSWERING) or self._running < self._limit
+            ):
                 self._spawn(with_baton=False)
 
     # Threads
@@ -231,7 +247,7 @@ class Loop:
 
     def _thread_main(self, ready: threading.Lock) -> None:
         _pool.loop = self
-        _pool.counted = 0
+        _pool.counted = _pool.answering = 0
         me = _get_ident()
         ready.acquire()
         try:
@@ -290,12 +306,19 @@ class Loop:
             except IndexError:
                 break
             with lock:
+                self._answering += 1
+                self._delivering += 1
                 self._watch_holder(me)
+            _pool.answering = 1
             try:
                 function(*args)
             except Exception:
                 _log.exception("farprop: unexpected error in a pool thread")
             function = args = None  # type: ignore[assignment]
+            _pool.answering = 0
+            with lock:
+                self._answering -= 1
+                self._delivering -= 1
         with lock:
             if self._holder == me:
                 self._running_since = 0.0
@@ -439,18 +462,26 @@ class Loop:
             last.join(max(0.1, deadline - _now()))
         self._requests.clear()
         self._handlers.clear()
-        self._epoll.close()
-        os.close(self._wakeup)
+        self._close_descriptors()
 
     def abandon(self) -> None:
         """In a forked child: the threads are not here, only the descriptors."""
         self._closed = True
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        # The number first: the garbage collector may want to wake us at any moment, and it may be somebody's file by
+        # then.
+        wakeup, self._wakeup = self._wakeup, -1
         self._epoll.close()
-        os.close(self._wakeup)
+        os.close(wakeup)
 
     def _run_last(self) -> None:
-        while self._answers:
-            function, args = self._answers.popleft()
+        while True:
+            try:
+                function, args = self._answers.popleft()
+            except IndexError:
+                return
             try:
                 function(*args)
             except Exception:
@@ -479,6 +510,7 @@ class Blocked:
             self._pooled = True
             with loop._lock:
                 loop._running -= _pool.counted
+                loop._answering -= _pool.answering
                 if loop._holder == _get_ident():
                     loop._pass_baton()
             if loop._requests:
@@ -488,6 +520,7 @@ class Blocked:
         if self._pooled:
             with self._loop._lock:
                 self._loop._running += _pool.counted
+                self._loop._answering += _pool.answering
 
 
 _pool = threading.local()

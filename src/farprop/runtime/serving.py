@@ -32,7 +32,10 @@ _log = logging.getLogger("farprop.serving")
 
 HANDSHAKE_SECONDS = 20.0
 _MAX_UNPROVEN_PEERS = 256
+_LARGEST_FAILURE = 1 << 20
 _QUICK = 100e-6
+_ACCEPTS = 32  # at a time: a flood of connections must not keep the loop from everything else
+_DEAF_SECONDS = 0.1
 _now = time.monotonic
 _Future = torch._C.Future
 
@@ -91,6 +94,7 @@ class Server:
         self._run_profiled = run_profiled
         self.gil_waits: list[float] | None = None  # microseconds, while they are measured
         self._listeners: list[socket.socket] = []
+        self._deaf_until = 0.0
         self._unproven: dict[int, Unproven] = {}
         self._connections: dict[int, Connection] = {}
         # Functions by how long they took when they last ran: answers wait for more only in front of quick ones.
@@ -104,10 +108,17 @@ class Server:
         self._loop.add(listener.fileno(), IN, lambda _: self._on_accept(listener))
 
     def _on_accept(self, listener: socket.socket) -> None:
-        while True:
+        for _ in range(_ACCEPTS):
             try:
-                sock, _ = listener.accept()
-            except OSError:
+                sock, _address = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                # Out of descriptors, most likely. The listener would be ready again at once, so look away for a moment.
+                _log.error("%s can't accept connections: %s", self._worker, error)
+                self._loop.change(listener.fileno(), 0)
+                self._deaf_until = _now() + _DEAF_SECONDS
+                self._loop.set_alarm(self._deaf_until)
                 return
             if len(self._unproven) >= _MAX_UNPROVEN_PEERS:
                 # The oldest and not the newest: a worker proves itself within milliseconds, so a flood of others can't
@@ -132,7 +143,14 @@ class Server:
         """Refuse peers that take too long to prove themselves; when to look again (0: not)."""
         for unproven in [u for u in self._unproven.values() if u.deadline <= now]:
             self.refuse(unproven, f"it did not prove itself within {HANDSHAKE_SECONDS:.0f} s")
-        return min((u.deadline for u in self._unproven.values()), default=0.0)
+        if self._deaf_until and self._deaf_until <= now:
+            self._deaf_until = 0.0
+            for listener in self._listeners:
+                self._loop.change(listener.fileno(), IN)
+        times = [unproven.deadline for unproven in self._unproven.values()]
+        if self._deaf_until:
+            times.append(self._deaf_until)
+        return min(times, default=0.0)
 
     def accept(self, unproven: Unproven, identity: bytes) -> None:
         self._drop_unproven(unproven)
@@ -161,10 +179,10 @@ class Server:
                     self._want_output(connection)  # filled again before the change took effect
             if mask & ~OUT == 0:
                 return
-            frames = connection.receive(False)
+            frames = connection.receive()
         except BlockingIOError:
             return
-        except (ProtocolError, ConnectionLostError) as error:
+        except Exception as error:  # whatever it was, frames may be lost: the connection can't go on
             _log.error("closed the connection from %s to %s: %s", connection.peer, self._worker, error)
             self._close(connection)
             return
@@ -283,7 +301,11 @@ class Server:
         self._send(connection, ANSWER, flags, call_id, encoded)
 
     def _fail(self, connection: Connection, flags: int, call_id: int, error: BaseException) -> None:
-        self._send(connection, FAILURE, flags, call_id, encode_failure(error, self._worker))
+        encoded = encode_failure(error, self._worker)
+        if len(encoded.meta) > _LARGEST_FAILURE:
+            short = RuntimeError(f"{type(error).__qualname__} was raised, and is too large to be sent")
+            encoded = encode_failure(short, self._worker)
+        self._send(connection, FAILURE, flags, call_id, encoded)
 
     def _send(self, connection: Connection, kind: int, flags: int, call_id: int, encoded: Encoded) -> None:
         # Only the holder of the baton lets answers wait: if what it runs next is slow after all, the watcher sees it.

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from farprop.errors import ConnectionLostError, UsageError
+from farprop.errors import ConnectionLostError, ProtocolError, UsageError
 from farprop.transport.segments import MIN_SHARED, Borrowing, Lending, Segment, SegmentPool
 from farprop.wire.codec import Encoded
 from farprop.wire.frames import FORGET, MAX_BUFFERS, MAX_GIVES, NOTICE, Frame, FrameReader, pack
@@ -87,10 +87,10 @@ class Connection:
         more: bool = False,
     ) -> None:
         """Send a frame. With ``more`` a small one may wait for others, or for ``uncork``: one system call for many."""
-        gives = self.borrowing.take_returned(MAX_GIVES) if self.borrowing.returned else ()
         if not encoded.buffers:
             if len(encoded.meta) > self._max_bytes:
                 raise self._too_large(len(encoded.meta))
+            gives = self.borrowing.take_returned(MAX_GIVES) if self.borrowing.returned else ()
             data = pack(kind, flags | encoded.flags, call_id, seconds, name, encoded.meta, (), gives)
             if more and len(data) < _CORK_BYTES and len(self._corked) < _CORK_FRAMES:
                 with self._lock:
@@ -119,6 +119,7 @@ class Connection:
                 table.append((buffer.nbytes, segment.number))
                 if segment.fd >= 0:
                     fresh.append(segment)
+        gives = self.borrowing.take_returned(MAX_GIVES) if self.borrowing.returned else ()
         parts[0] = pack(kind, flags, call_id, seconds, name, encoded.meta, table, gives)
         self._transmit(parts, fresh, encoded.keep)
         if self.lending.dropped:
@@ -135,9 +136,14 @@ class Connection:
             self._transmit([pack(NOTICE, 0, 0, 0.0, b"", b"", (), self.borrowing.take_returned(MAX_GIVES))], [], None)
 
     def _send_forgets(self) -> None:
-        dropped = self.lending.dropped
-        numbers = [dropped.popleft() for _ in range(min(len(dropped), MAX_GIVES))]
-        self._transmit([pack(NOTICE, FORGET, 0, 0.0, b"", b"", (), numbers)], [], None)
+        numbers: list[int] = []
+        while len(numbers) < MAX_GIVES:
+            try:
+                numbers.append(self.lending.dropped.popleft())
+            except IndexError:
+                break  # another thread sends them
+        if numbers:
+            self._transmit([pack(NOTICE, FORGET, 0, 0.0, b"", b"", (), numbers)], [], None)
 
     def _too_large(self, size: int) -> UsageError:
         return UsageError(
@@ -218,20 +224,21 @@ class Connection:
 
     # Receiving
 
-    def receive(self, wait: bool) -> list[Frame] | None:
+    def receive(self) -> list[Frame] | None:
         """Frames that are here; None at the end of the stream. Raises BlockingIOError when there is nothing.
 
-        With ``wait``, waits for one receive tick. Raises ``ProtocolError`` for what makes no sense.
+        Raises ``ProtocolError`` for what makes no sense.
         """
-        flags = 0 if wait else _DONTWAIT
         reader = self._reader
         try:
             if self._shared:
-                count, ancillary, _, _ = self._sock.recvmsg_into([reader.target()], _ANCILLARY, flags)
+                count, ancillary, flags, _ = self._sock.recvmsg_into([reader.target()], _ANCILLARY, _DONTWAIT)
                 if ancillary:
                     self._take_descriptors(ancillary)
+                if flags & socket.MSG_CTRUNC:
+                    raise ProtocolError("descriptors were lost: has this process too many open files?")
             else:
-                count = self._sock.recv_into(reader.target(), 0, flags)
+                count = self._sock.recv_into(reader.target(), 0, _DONTWAIT)
         except BlockingIOError:
             raise
         except OSError:
@@ -285,4 +292,5 @@ class Connection:
     def abandon(self) -> None:
         """In a forked child: close the descriptor without a word to the peer."""
         self.closed = True
+        self.borrowing.close()
         self._sock.close()

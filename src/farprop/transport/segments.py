@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import mmap
 import os
 import threading
 import weakref
@@ -22,6 +21,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from farprop.errors import ProtocolError
+from farprop.transport.memory import Mapping, view_of
 
 # Smaller buffers are copied through the socket faster than they are lent and given back.
 MIN_SHARED = 64 * 1024
@@ -35,7 +35,7 @@ _memmove = ctypes.memmove
 class Segment:
     """A mapped piece of shared memory on the sender's side. ``fd`` is open until it has been passed."""
 
-    __slots__ = ("address", "fd", "memory", "number", "size")
+    __slots__ = ("_mapping", "fd", "number", "size")
 
     def __init__(self, number: int, size: int) -> None:
         self.number = number
@@ -43,18 +43,17 @@ class Segment:
         self.fd = os.memfd_create("farprop", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.fd, size)
-            self.memory = mmap.mmap(self.fd, size)
-        except (OSError, ValueError):
+            self._mapping = Mapping(self.fd, size)
+        except (OSError, OverflowError):
             os.close(self.fd)
             raise
-        self.address = torch.frombuffer(self.memory, dtype=torch.uint8, count=1).data_ptr()
 
     def write(self, data: memoryview) -> None:
         if data.readonly:
-            self.memory[: data.nbytes] = data.cast("B")
+            view_of(self._mapping.root(), data.nbytes)[:] = data.cast("B")
         else:  # a foreign call: other threads run while a large buffer is copied
             source = torch.frombuffer(data, dtype=torch.uint8, count=data.nbytes)
-            _memmove(self.address, source.data_ptr(), data.nbytes)
+            _memmove(self._mapping.address, source.data_ptr(), data.nbytes)
 
     def passed(self) -> None:
         """The receiver has the descriptor now; the mapping is all we need."""
@@ -125,10 +124,11 @@ class Lending:
             return None
         segment.write(data)
         with self._lock:
-            if self._closed:
-                return None
-            self._lent[segment.number] = segment
-        return segment
+            if not self._closed:
+                self._lent[segment.number] = segment
+                return segment
+        segment.passed()
+        return None
 
     def _take(self, size: int) -> Segment | None:
         with self._lock:
@@ -141,7 +141,7 @@ class Lending:
             number = next(self._numbers)
         try:
             return Segment(number, -(-size // _CHUNK) * _CHUNK)
-        except (OSError, ValueError):
+        except (OSError, OverflowError):
             return None
 
     def give_back(self, numbers: Iterable[int]) -> None:
@@ -183,23 +183,27 @@ class Borrowing:
         """``on_returned`` is called when much was returned that found no frame to ride on; it may only take note."""
         self._on_returned = on_returned
         self._returned_bytes = 0
-        self._memory: dict[int, mmap.mmap] = {}
-        self._leases: dict[int, weakref.ref[memoryview]] = {}
+        self._memory: dict[int, Mapping] = {}
+        self._leases: dict[int, weakref.ref[object]] = {}
+        self._closed = False
         self._arrived: deque[int] = deque()  # descriptors that came with the stream, in its order
         # Filled by the garbage collector at any moment and in any thread, so nothing but append happens there.
         self.returned: deque[int] = deque()
 
     def arrive(self, descriptors: Iterable[int]) -> None:
         self._arrived.extend(descriptors)
+        if self._closed:
+            self.close()
 
     def borrow(self, number: int, length: int) -> memoryview:
         """The memory of a segment. It is given back when nothing refers to the result any more."""
         memory = self._memory.get(number)
         if memory is None:
             memory = self._map(number)
-        if length > len(memory) or number in self._leases:
+        if length > memory.size or number in self._leases:
             raise ProtocolError(f"segment {number} is lent already or shorter than {length} bytes")
-        view = memoryview(memory)[:length]
+        # Not the view but what it stands on: others (NumPy) make views of their own from ours and drop ours.
+        root = memory.root()
         leases, returned = self._leases, self.returned
 
         def give_back(_: object) -> None:
@@ -210,16 +214,16 @@ class Borrowing:
                 self._returned_bytes = 0
                 self._on_returned()
 
-        leases[number] = weakref.ref(view, give_back)
-        return view
+        leases[number] = weakref.ref(root, give_back)
+        return view_of(root, length)
 
-    def _map(self, number: int) -> mmap.mmap:
+    def _map(self, number: int) -> Mapping:
         if not self._arrived:
             raise ProtocolError(f"segment {number} was never passed")
         descriptor = self._arrived.popleft()
         try:
-            memory = self._memory[number] = mmap.mmap(descriptor, 0)
-        except (OSError, ValueError) as error:
+            memory = self._memory[number] = Mapping(descriptor, os.fstat(descriptor).st_size)
+        except OSError as error:
             raise ProtocolError(f"segment {number} can't be mapped: {error}") from error
         finally:
             os.close(descriptor)
@@ -234,11 +238,19 @@ class Borrowing:
         """The numbers to give back now."""
         numbers: list[int] = []
         self._returned_bytes = 0
-        while self.returned and len(numbers) < most:
-            numbers.append(self.returned.popleft())
+        while len(numbers) < most:
+            try:
+                numbers.append(self.returned.popleft())
+            except IndexError:
+                break
         return numbers
 
     def close(self) -> None:
+        self._closed = True
+        self._on_returned = _do_nothing  # what is let go from now on is nobody's business any more
         while self._arrived:
             os.close(self._arrived.popleft())
         self._memory.clear()
+
+
+def _do_nothing() -> None: ...

@@ -14,8 +14,6 @@ from typing import Protocol
 from farprop.errors import ConnectionLostError, UsageError
 
 HAVE_UNIX = sys.platform == "linux"  # abstract names and memfd
-# A thread that waits in recv looks at its deadline this often.
-RECEIVE_TICK = 0.1
 _BACKLOG = 512
 _SIOCGIFADDR = 0x8915
 
@@ -146,14 +144,8 @@ def dial(
 
 
 def make_ready(connection: socket.socket) -> None:
-    """Blocking, but receiving gives up every tick so that deadlines are looked at; sending never blocks
-    (MSG_DONTWAIT).
-    """
+    """From the handshake's timeouts to what a connection needs: each call says itself that it must not block."""
     connection.settimeout(None)
-    seconds = int(RECEIVE_TICK)
-    connection.setsockopt(
-        socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, int((RECEIVE_TICK - seconds) * 1e6))
-    )
     if connection.family != socket.AF_UNIX:
         # A host that vanished without a word is found out within a minute even if nobody calls it.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -16,7 +16,7 @@ from farprop.wire.codec import Encoded, decode, encode
 def encode_failure(error: BaseException, worker: str) -> Encoded:
     """Everything the caller needs to raise ``error`` there."""
     kind = type(error)
-    text = "".join(traceback.format_exception(error))
+    shown, text = _shown(error)
     pickled: bytes | None = None
     # An exit or an interrupt here must not end the caller's process, so it travels as text.
     if isinstance(error, Exception):
@@ -26,7 +26,16 @@ def encode_failure(error: BaseException, worker: str) -> Encoded:
             pickled = None if encoded.buffers else encoded.meta
         except Exception:
             pickled = None
-    return encode((pickled, f"{kind.__module__}.{kind.__qualname__}", repr(error), text, worker))
+    return encode((pickled, f"{kind.__module__}.{kind.__qualname__}", shown, text, worker))
+
+
+def _shown(error: BaseException) -> tuple[str, str]:
+    """Its repr and its traceback; an exception of a user's may fail to show itself."""
+    try:
+        return repr(error), "".join(traceback.format_exception(error))
+    except Exception as failure:
+        place = "".join(traceback.format_tb(error.__traceback__))
+        return f"<{type(error).__qualname__} that can't be shown: {type(failure).__name__}>", place
 
 
 def decode_failure(meta: Any) -> Exception:

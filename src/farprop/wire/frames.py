@@ -33,7 +33,7 @@ HEADER_SIZE = _HEADER.size
 # length, segment (0: the bytes follow inline)
 _BUFFER = struct.Struct("<QQ")
 MAX_BUFFERS = MAX_GIVES = 0xFFFF
-_MAX_SECONDS = 10 * 366 * 86400.0
+MAX_SECONDS = 10 * 366 * 86400.0
 
 _SMALL = 64 * 1024
 
@@ -206,7 +206,7 @@ class FrameReader:
         kind, flags, buffers, name, gives, _, seconds, meta = head
         if kind not in _KINDS or flags & ~_FLAGS:
             raise ProtocolError(f"unknown frame kind {kind} or flags {flags:#x}")
-        if not 0.0 <= seconds <= _MAX_SECONDS:
+        if not 0.0 <= seconds <= MAX_SECONDS:
             raise ProtocolError(f"a deadline of {seconds} seconds makes no sense")
         body = name + 4 * gives + _BUFFER.size * buffers + meta
         if body > self._max_bytes:
