@@ -76,7 +76,6 @@ class Agent:
         self._unix_allowed = self._settings.transport == "auto" and sockets.HAVE_UNIX
         self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
-        self._dialling: dict[str, threading.Lock] = {}
         self._entries: dict[str, Entry] = {}
         self._joined = threading.Event()
         self._world_size = world_size
@@ -217,21 +216,16 @@ class Agent:
         return link
 
     def _dial(self, name: str, timeout: float) -> Link:
+        # Threads that dial at once each make a connection, and all but the first are dropped: nobody waits for another's.
         began = time.monotonic()
         seconds = min(_DIAL_SECONDS, timeout or _DIAL_SECONDS)
-        with self._lock:
-            gate = self._dialling.setdefault(name, threading.Lock())
         with self._loop.blocked():
-            if not gate.acquire(timeout=seconds):
-                raise timeout_error(name, seconds)
             try:
-                return self._links.get(name) or self._dial_now(name, began + seconds)
+                return self._dial_now(name, began + seconds)
             except ConnectionLostError as error:
                 if timeout and time.monotonic() - began >= timeout:
                     raise timeout_error(name, timeout) from error
                 raise
-            finally:
-                gate.release()
 
     def _dial_now(self, name: str, deadline: float) -> Link:
         if self._closed:
@@ -248,16 +242,17 @@ class Agent:
                 "network is cut."
             ) from error
         link.attach(self._new_connection(sock, name, link.want_output))
-        if not self._keep(link):
-            link.lose("this worker shut down")
+        kept = self._keep(link)
+        if kept is not link:
+            link.lose("another connection was faster")
+        if kept is None:
             raise UsageError("RPC has been shut down on this worker.")
-        return link
+        return kept
 
-    def _keep(self, link: Link) -> bool:
+    def _keep(self, link: Link) -> Link | None:
+        """The link to use from now on: this one, or one that another thread has dialled meanwhile; None when closed."""
         with self._lock:
-            if not self._closed:
-                self._links[link.peer] = link
-            return not self._closed
+            return None if self._closed else self._links.setdefault(link.peer, link)
 
     def _prove(self, entry: Entry, sock: socket.socket) -> None:
         machine = Dialler(self._secret.key, self._identity, secrets.token_bytes(32))
