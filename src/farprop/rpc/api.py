@@ -283,11 +283,9 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
     Args:
         graceful: wait until every worker has called ``shutdown`` and all work everywhere is done. If not, stop now:
-        open
-            calls fail, here and at those who called us.
+            open calls fail, here and at those who called us.
         timeout: seconds to wait for the others; 0 as long as they live. A worker that died ends the wait with an
-        error, and
-            this worker is shut down all the same.
+            error, and this worker is shut down all the same.
     """
     agent = current_agent()
     try:

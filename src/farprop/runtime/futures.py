@@ -1,7 +1,8 @@
-"""The future that ``rpc_async`` returns: torch's, but one that waits well on a thread of the pool."""
+"""The future that ``rpc_async`` returns: torch's, but one that waits well."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -10,11 +11,22 @@ from farprop.runtime.loop import loop_of_this_thread
 
 
 class Future(torch.futures.Future[Any]):
-    """A ``torch.futures.Future``. Waiting for it inside a called function does not use up a worker thread."""
+    """A ``torch.futures.Future``.
+
+    Waiting for it inside a called function does not use up a worker thread, and waiting in the main thread can be
+    ended with Ctrl-C.
+    """
 
     def wait(self) -> Any:
-        loop = loop_of_this_thread()
-        if loop is not None and not self.done():
-            with loop.blocked():
-                return super().wait()
+        if not self.done():
+            loop = loop_of_this_thread()
+            if loop is not None:
+                with loop.blocked():
+                    return super().wait()
+            if threading.current_thread() is threading.main_thread():
+                # Torch's own wait does not look for signals until it is over; a lock does.
+                bell = threading.Lock()
+                bell.acquire()
+                self.add_done_callback(lambda _: bell.release())
+                bell.acquire()
         return super().wait()

@@ -179,12 +179,12 @@ class Link:
             self._send(flags, call_id, timeout, name, encoded, more)
             if more:
                 self._uncork_soon()
-        except BaseException:
+        except BaseException as error:
             with self._lock:
                 ours = self._calls.answer(call_id) is not None
-            if ours:
-                raise  # else the call has ended already, with this very error
-            return
+            if ours or not isinstance(error, ConnectionLostError):
+                raise
+            # else the call has ended already, with this very error
 
     def expire(self, now: float) -> float:
         """End the futures whose time is up, and send what waits for more; when to look again (0: not)."""
