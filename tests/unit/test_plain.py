@@ -42,7 +42,6 @@ def test_values_and_small_tensors(values: list[Any], shapes: list[list[int]], gr
     "value",
     [
         torch.rand(2, 3).t(),
-        torch.rand(INLINE_LIMIT),
         torch.zeros(0),
         torch.eye(2).to_sparse(),
         torch.rand(1, dtype=torch.complex64).conj(),
@@ -60,6 +59,18 @@ def test_what_does_not_fit_takes_the_long_way(value: Any) -> None:
     assert type(got) is type(value)
     if isinstance(value, torch.Tensor):
         assert torch.equal(got.to_dense(), value.to_dense())
+
+
+def test_large_tensors_go_out_of_band() -> None:
+    tensor = torch.rand(INLINE_LIMIT, requires_grad=True)
+    encoded = encode_call(None, (1, tensor, "x", torch.ones(2)), {})
+    assert encoded.flags & PLAIN
+    assert len(encoded.buffers) == 1
+    (one, large, text, small), _ = decode_call(encoded.meta, [bytearray(b) for b in encoded.buffers], encoded.flags)
+    assert (one, text) == (1, "x")
+    assert torch.equal(large, tensor)
+    assert large.requires_grad
+    assert torch.equal(small, torch.ones(2))
 
 
 def test_tensors_that_share_a_storage_take_the_long_way() -> None:

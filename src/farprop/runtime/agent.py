@@ -216,7 +216,7 @@ class Agent:
         return link
 
     def _dial(self, name: str, timeout: float) -> Link:
-        # Threads that dial at once each make a connection, and all but the first are dropped: nobody waits for another's.
+        # Threads that dial at once each make a connection, and the first one is kept: nobody waits for another's.
         began = time.monotonic()
         seconds = min(_DIAL_SECONDS, timeout or _DIAL_SECONDS)
         with self._loop.blocked():

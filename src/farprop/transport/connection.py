@@ -120,7 +120,7 @@ class Connection:
                 if segment.fd >= 0:
                     fresh.append(segment)
         gives = self.borrowing.take_returned(MAX_GIVES) if self.borrowing.returned else ()
-        parts[0] = pack(kind, flags, call_id, seconds, name, encoded.meta, table, gives)
+        parts[0] = pack(kind, flags | encoded.flags, call_id, seconds, name, encoded.meta, table, gives)
         self._transmit(parts, fresh, encoded.keep)
         if self.lending.dropped:
             self._send_forgets()

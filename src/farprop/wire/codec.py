@@ -77,9 +77,9 @@ def encode_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if function is not None:
         return encode((function, args, kwargs))
     if not kwargs and len(args) <= _MAX_PLAIN:
-        meta = encode_plain(args)
-        if meta is not None:
-            return Encoded(meta, [], None, PLAIN)
+        plain = encode_plain(args)
+        if plain is not None:
+            return Encoded(plain[0], plain[1], args, PLAIN)
     return encode((args, kwargs))
 
 
@@ -88,7 +88,7 @@ def decode_call(
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     """The ``(args, kwargs)`` that ``encode_call`` took, of a function that goes by its name."""
     if flags & PLAIN:
-        return decode_plain(meta), {}
+        return decode_plain(meta, buffers), {}
     return _loads(meta, buffers=buffers)  # type: ignore[no-any-return]
 
 
@@ -97,15 +97,15 @@ def encode_value(value: Any) -> Encoded:
     if value is None:
         return _NONE
     if type(value) in _SHORT:
-        meta = encode_plain((value,))
-        if meta is not None:
-            return Encoded(meta, [], None, PLAIN)
+        plain = encode_plain((value,))
+        if plain is not None:
+            return Encoded(plain[0], plain[1], value, PLAIN)
     return encode(value)
 
 
 def decode_value(meta: bytes | bytearray | memoryview, buffers: Sequence[Any], flags: int) -> Any:
     if flags & PLAIN:
-        return None if meta == _NONE.meta else decode_plain(meta)[0]
+        return None if meta == _NONE.meta else decode_plain(meta, buffers)[0]
     return _loads(meta, buffers=buffers)
 
 

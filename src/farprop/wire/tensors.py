@@ -75,11 +75,16 @@ _CPU_ONLY = (
     "TensorPipeRpcBackendOptions a device_map for the worker you call."
 )
 
-_view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
-_view_memory.restype = ctypes.py_object
-_view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_memoryview_from = ctypes.pythonapi.PyMemoryView_FromMemory
+_memoryview_from.restype = ctypes.py_object
+_memoryview_from.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _PYBUF_WRITE = 0x200
 _string_at = ctypes.string_at
+
+
+def view_memory(address: int, size: int) -> memoryview:
+    """A writable view of memory that somebody else keeps alive."""
+    return _memoryview_from(address, size, _PYBUF_WRITE)  # type: ignore[no-any-return]
 
 
 class Sent(NamedTuple):
@@ -142,7 +147,7 @@ def reduce_tensor(tensor: torch.Tensor, sent: dict[int, Sent], whole: frozenset[
     if end - start < INLINE_LIMIT:
         data: Any = bytearray(_string_at(base + start, end - start))
     else:
-        data = pickle.PickleBuffer(_view_memory(base + start, end - start, _PYBUF_WRITE))
+        data = pickle.PickleBuffer(view_memory(base + start, end - start))
     if stride is None:
         return dense, (data, code, size, tensor.requires_grad)
     return _strided, (data, code, size, stride, offset, tensor.requires_grad)
