@@ -177,6 +177,7 @@ def _press_on_a_small_pool() -> None:
     assert not errors, errors
 
 
+@pytest.mark.one_transport
 def test_segments_that_are_dropped_by_many_threads_at_once() -> None:
     with cluster(2, {"FARPROP_SHM_POOL_BYTES": "300000"}) as c:
         c.run(0, _press_on_a_small_pool)

@@ -102,6 +102,7 @@ def _sixty_four(rank: int) -> int:
     return total
 
 
+@pytest.mark.one_transport
 def test_sixty_four_workers_on_one_machine() -> None:
     assert run_workers(_sixty_four, 64, timeout=110) == [1 + 2 + 31 + 3] * 64
 
@@ -156,6 +157,7 @@ def test_different_world_sizes_are_refused() -> None:
     assert all("worker1 says 3" in text for text in run_workers(_sizes_differ, 2))
 
 
+@pytest.mark.one_transport
 def test_bad_ranks_and_names_are_refused_before_anything_starts() -> None:
     for rank in (2, -2, 100):
         with pytest.raises(ValueError, match="rank must be from 0 to world_size - 1 = 1"):
@@ -184,6 +186,7 @@ def _listens_where(rank: int) -> tuple[str, int]:
     return host, port
 
 
+@pytest.mark.one_transport
 def test_port_range_and_interface() -> None:
     base = free_port()
     low, high = base, min(base + 20, 65535)
@@ -204,6 +207,7 @@ def _bad_setting(rank: int, setting: dict[str, str]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.one_transport
 @pytest.mark.parametrize(
     ("setting", "says"),
     [

@@ -24,6 +24,8 @@ from farprop.wire.frames import REQUEST, pack
 from tests.calls import functions as f
 from tests.support.workers import Cluster, cluster, run_workers
 
+pytestmark = pytest.mark.one_transport  # it chooses its own
+
 SECRET = "a-long-secret-for-the-tests-0123456789"
 OTHER = "another-long-secret-for-tests-9876543210"
 

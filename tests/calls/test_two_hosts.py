@@ -17,6 +17,8 @@ import farprop.rpc as rpc
 from farprop.errors import RpcTimeoutError
 from tests.calls import functions as f
 
+pytestmark = pytest.mark.one_transport  # it chooses its own
+
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "the-secret-of-two-hosts-0123456789abcdef"
 

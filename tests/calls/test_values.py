@@ -115,6 +115,7 @@ def _until_little_is_lent() -> None:
         time.sleep(0.001)
 
 
+@pytest.mark.one_transport
 def test_what_is_let_go_is_given_back_without_another_call() -> None:
     with cluster(2) as c:
         c.run(0, _hold_and_let_go)
@@ -131,6 +132,7 @@ def _mapped_bytes() -> int:
     return total
 
 
+@pytest.mark.one_transport
 def test_the_shared_memory_pool_has_a_limit() -> None:
     with cluster(2, {"FARPROP_SHM_POOL_BYTES": str(10 * MIB)}) as c:
         c.run(0, _pool_is_reused_and_limited)
@@ -147,6 +149,7 @@ def _no_memory() -> None:
     assert torch.equal(rpc.rpc_sync("worker1", f.identity, args=(tensor,)), tensor)
 
 
+@pytest.mark.one_transport
 def test_without_shared_memory_the_socket_carries_it() -> None:
     with cluster(2) as c:
         c.run(0, _no_memory)

@@ -26,7 +26,7 @@ _WATCH_TICKS = 20  # ticks without anything running after which the watcher goes
 _MOST_ANSWERING = 32  # threads that run callbacks of futures at once
 _MOST_THREADS = 2000
 _REST = 5.0  # seconds after which an idle thread that is one too many ends
-SPIN = 300e-6  # seconds to poll before sleeping
+SPIN = 400e-6  # seconds to poll before sleeping
 
 IN, OUT, HANGUP = select.EPOLLIN, select.EPOLLOUT, select.EPOLLRDHUP
 

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from types import CoroutineType
 from typing import Any
 
 import torch
@@ -255,7 +256,7 @@ class Server:
                 self._remember(name, _now() - started)
         if hasattr(function, "_wrapped_async_rpc_function"):
             self._answer_later(connection, flags, call_id, value, record)
-        elif hasattr(value, "cr_await") and asyncio.iscoroutine(value):
+        elif type(value) is CoroutineType:
             self._coroutines.run(
                 value,
                 lambda result: self._answer(connection, flags, call_id, result, record),

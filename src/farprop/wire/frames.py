@@ -102,7 +102,7 @@ class FrameReader:
     def target(self) -> memoryview:
         if self._pieces:
             return self._pieces[0][self._piece_filled :]
-        return self._small[self._filled :]
+        return self._small[self._filled :] if self._filled else self._small
 
     def received(self, count: int) -> list[Frame]:
         if self._pieces:
