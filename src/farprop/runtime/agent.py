@@ -178,9 +178,11 @@ class Agent:
             name, _, instance = json.loads(identity)
         except (ValueError, TypeError) as error:
             raise ProtocolError(f"a peer's identity makes no sense: {error}") from error
-        known = self._entries.get(name)
-        if self._joined.is_set() and self.is_static_group and (known is None or known.instance != instance):
-            raise AuthenticationError(f"{name} knows the secret but is not a worker of this group")
+        # In this order: a peer may come while this worker is still joining, and is not known before that.
+        if self._joined.is_set() and self.is_static_group:
+            known = self._entries.get(name)
+            if known is None or known.instance != instance:
+                raise AuthenticationError(f"{name} knows the secret but is not a worker of this group")
         return str(name)
 
     # Connections
