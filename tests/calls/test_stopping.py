@@ -215,8 +215,8 @@ def _idle() -> float:
 def test_idle_workers_use_no_cpu(env: dict[str, str]) -> None:
     with cluster(2, env) as c:
         other = c.start(1, _idle_here)
-        assert c.run(0, _idle) < 0.02
-        assert other.result() < 0.02
+        assert c.run(0, _idle) < 0.05
+        assert other.result() < 0.05
 
 
 def _idle_here() -> float:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
 import pickle
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farprop.config import Settings
-from farprop.errors import RendezvousError, UsageError
+from farprop.errors import AuthenticationError, RendezvousError, UsageError
 from farprop.ids import WorkerInfo
 from farprop.protocol.roster import Entry, judge, verdict_from_json, verdict_to_json
+from farprop.runtime.agent import Agent
 from farprop.runtime.secret import find_secret
 from farprop.wire.functions import FunctionNotFound, name_of, resolve
 
@@ -131,3 +134,23 @@ def test_a_function_that_is_shadowed_is_not_named() -> None:
 def test_names_that_lead_nowhere(name: bytes) -> None:
     with pytest.raises((FunctionNotFound, ValueError)):
         resolve(name)
+
+
+def test_a_peer_that_comes_while_we_join_is_not_a_stranger() -> None:
+    """It was looked up before this worker had joined, and judged after."""
+    agent = Agent.__new__(Agent)
+    agent._joined = threading.Event()
+    agent.is_static_group = True
+
+    class JoinsMeanwhile(dict[str, Entry]):
+        def get(self, *_: object) -> None:  # type: ignore[override]
+            agent._entries = {"w1": entry(1)}
+            agent._joined.set()
+
+    agent._entries = JoinsMeanwhile()
+    assert agent._check_peer(json.dumps(["w1", 1, "i1"]).encode()) == "w1"
+    agent._entries = {"w1": entry(1)}
+    agent._joined.set()
+    assert agent._check_peer(json.dumps(["w1", 1, "i1"]).encode()) == "w1"
+    with pytest.raises(AuthenticationError, match="not a worker of this group"):
+        agent._check_peer(json.dumps(["w1", 1, "another instance"]).encode())
