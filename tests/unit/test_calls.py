@@ -16,16 +16,15 @@ from farprop.protocol.quiescence import Quiescence, Report
 def test_every_call_ends_exactly_once(seed: int) -> None:
     chance = random.Random(seed)
     table: CallTable[int] = CallTable()
-    open_calls: dict[int, tuple[str, float]] = {}
+    open_calls: dict[int, float] = {}
     ended: list[int] = []
     now = 0.0
     for call_id in range(300):
-        peer = chance.choice("abc")
         deadline = chance.choice([0.0, now + chance.random() * 20])
-        nearest = table.open(call_id, call_id, peer, deadline)
+        nearest = table.open(call_id, call_id, deadline)
         if nearest:
             assert table.next_deadline() == deadline
-        open_calls[call_id] = peer, deadline
+        open_calls[call_id] = deadline
         now += chance.random()
         action = chance.randrange(6)
         if action <= 2:
@@ -37,21 +36,21 @@ def test_every_call_ends_exactly_once(seed: int) -> None:
                 del open_calls[got]
         elif action == 3:
             expired = table.expire(now)
-            assert sorted(expired) == sorted(c for c, (_, d) in open_calls.items() if d and d <= now)
+            assert sorted(expired) == sorted(c for c, d in open_calls.items() if d and d <= now)
             for call in expired:
                 ended.append(call)
                 del open_calls[call]
-        elif action == 4 and chance.random() < 0.2:
-            lost = table.lost(peer)
-            assert sorted(lost) == sorted(c for c, (p, _) in open_calls.items() if p == peer)
+        elif action == 4 and chance.random() < 0.05:
+            lost = table.lost()
+            assert sorted(lost) == sorted(open_calls)
             for call in lost:
                 ended.append(call)
                 del open_calls[call]
         assert len(table) == len(open_calls)
-        due = [d for _, d in open_calls.values() if d]
+        due = [d for d in open_calls.values() if d]
         assert table.next_deadline() == (min(due) if due else 0.0)
         table.validate()
-    ended += table.lost_all()
+    ended += table.lost()
     assert sorted(ended) == list(range(300))
     assert len(table) == 0
 
@@ -59,7 +58,7 @@ def test_every_call_ends_exactly_once(seed: int) -> None:
 def test_deadlines_of_answered_calls_do_not_pile_up() -> None:
     table: CallTable[int] = CallTable()
     for call_id in range(10_000):
-        table.open(call_id, call_id, None, 1e9 + call_id)
+        table.open(call_id, call_id, 1e9 + call_id)
         table.answer(call_id)
     assert len(table._deadlines) < 200
 

@@ -10,25 +10,24 @@ Rules that hold here:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 Call = TypeVar("Call")
 
 
 class CallTable(Generic[Call]):
-    """Calls by id, with the peer they went to and their deadline (0 for none)."""
+    """The calls to one peer by id, with their deadline (0 for none)."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, tuple[Call, Hashable, float]] = {}
+        self._calls: dict[int, tuple[Call, float]] = {}
         self._deadlines: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    def open(self, call_id: int, call: Call, peer: Hashable, deadline: float) -> bool:
+    def open(self, call_id: int, call: Call, deadline: float) -> bool:
         """Add a call; True if its deadline is now the nearest, so that whoever keeps time must be told."""
-        self._calls[call_id] = call, peer, deadline
+        self._calls[call_id] = call, deadline
         if not deadline:
             return False
         entry = (deadline, call_id)
@@ -61,12 +60,8 @@ class CallTable(Generic[Call]):
                 expired.append(entry[0])
         return expired
 
-    def lost(self, peer: Hashable) -> list[Call]:
-        """Take out all calls to a peer that is gone."""
-        ids = [call_id for call_id, entry in self._calls.items() if entry[1] == peer]
-        return [self._calls.pop(call_id)[0] for call_id in ids]
-
-    def lost_all(self) -> list[Call]:
+    def lost(self) -> list[Call]:
+        """The peer is gone: take out all calls."""
         calls = [entry[0] for entry in self._calls.values()]
         self._calls.clear()
         self._deadlines.clear()
@@ -79,6 +74,6 @@ class CallTable(Generic[Call]):
 
     def validate(self) -> None:
         live = {call_id for _, call_id in self._deadlines}
-        for call_id, (_, _, deadline) in self._calls.items():
+        for call_id, (_, deadline) in self._calls.items():
             assert not deadline or call_id in live, f"call {call_id} has a deadline that nobody keeps"
         assert len(self._deadlines) <= max(64, 4 * len(self._calls)) + 1

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import logging
 import numbers
 import threading
 from typing import Any
@@ -77,7 +76,6 @@ __all__ = [
 RpcAgent = TensorPipeAgent
 _UNSET_RPC_TIMEOUT = constants.UNSET_RPC_TIMEOUT
 
-_log = logging.getLogger("farprop.rpc")
 _init_lock = threading.Lock()
 _init_count = 0
 

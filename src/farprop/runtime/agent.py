@@ -237,7 +237,7 @@ class Agent:
             raise UsageError(f"{self._info.name} could not find destination {name!r}.")
         link = Link(self._loop, name, self._on_lost)
         try:
-            sock, _ = sockets.dial(entry, self._net, self._unix_allowed, deadline, partial(self._prove, entry))
+            sock = sockets.dial(entry, self._net, self._unix_allowed, deadline, partial(self._prove, entry))
         except ConnectionLostError as error:
             raise ConnectionLostError(
                 f"Can't reach {name} ({entry.host}, pid {entry.pid}): {error}. It has shut down or died, or the "

@@ -128,7 +128,7 @@ class Link:
             with self._lock:
                 if self._lost is not None:
                     raise self._lost_error()
-                self._calls.open(call_id, call, None, 0.0)
+                self._calls.open(call_id, call, 0.0)
                 if self._reader is not None:
                     self._followers[call] = None
                 elif pooled and loop.holds_baton():
@@ -167,7 +167,7 @@ class Link:
         with self._lock:
             if self._lost is not None:
                 raise self._lost_error()
-            nearest = self._calls.open(call_id, call, None, deadline)
+            nearest = self._calls.open(call_id, call, deadline)
             if self._reader is None:
                 self._loop_reads()
             self.sent += not flags & SYSTEM
@@ -411,7 +411,7 @@ class Link:
             if self._lost is not None:
                 return
             self._lost = reason
-            calls = self._calls.lost_all()
+            calls = self._calls.lost()
             self._followers.clear()
         self._loop.remove(self._connection.fd)
         self._connection.close()

@@ -108,8 +108,8 @@ def address_towards(host: str) -> str:
 
 def dial(
     address: Address, net: str, unix_allowed: bool, deadline: float, prove: Callable[[socket.socket], None]
-) -> tuple[socket.socket, bool]:
-    """Connect and run ``prove`` on the new socket; returns it and whether it can pass shared memory."""
+) -> socket.socket:
+    """Connect and run ``prove`` on the new socket; returns it."""
     unix = unix_allowed and bool(address.unix) and address.net == net and HAVE_UNIX
     while True:
         left = max(0.05, deadline - time.monotonic())
@@ -128,7 +128,7 @@ def dial(
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             prove(connection)
             make_ready(connection)
-            return connection, unix
+            return connection
         except BlockingIOError:
             # A Unix listener whose backlog is full says so at once; a moment later it has room.
             connection.close()
