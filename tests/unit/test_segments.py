@@ -11,19 +11,22 @@ import pytest
 import torch
 
 from farprop.errors import ProtocolError
+from farprop.transport.passage import Passage
 from farprop.transport.segments import Borrowing, Lending, SegmentPool
 
 KIB = 1024
 
 
 class Pair:
-    """A sender and a receiver; descriptors are passed as a connection would."""
+    """A sender and a receiver, with a passage between them."""
 
     def __init__(self, limit: int = 1 << 30) -> None:
         self.pool = SegmentPool(limit)
         self.lending = Lending(self.pool)
         self.notes = 0
         self.borrowing = Borrowing(self.note)
+        self.lending.passage, theirs = Passage.pair()
+        self.borrowing.passage = Passage(theirs)
 
     def note(self) -> None:
         self.notes += 1
@@ -31,9 +34,6 @@ class Pair:
     def send(self, data: bytes) -> memoryview:
         segment = self.lending.lend(memoryview(bytearray(data)))
         assert segment is not None
-        if segment.fd >= 0:
-            self.borrowing.arrive([os.dup(segment.fd)])
-            segment.passed()
         return self.borrowing.borrow(segment.number, len(data))
 
     def settle(self) -> None:
@@ -43,6 +43,10 @@ class Pair:
     def close(self) -> None:
         self.lending.close()
         self.borrowing.close()
+        assert self.lending.passage is not None
+        assert self.borrowing.passage is not None
+        self.lending.passage.close()
+        self.borrowing.passage.close()
 
 
 def mappings() -> int:
@@ -129,7 +133,10 @@ def test_nonsense_is_a_protocol_error() -> None:
     del view
     with pytest.raises(ProtocolError, match="shorter"):
         pair.borrowing.borrow(1, 1 << 30)
-    pair.borrowing.arrive([os.open("/dev/null", os.O_RDONLY)])
+    assert pair.lending.passage is not None
+    null = os.open("/dev/null", os.O_RDONLY)
+    assert pair.lending.passage.send(7, null)
+    os.close(null)
     with pytest.raises(ProtocolError, match="can't be mapped"):
         pair.borrowing.borrow(7, 10)
     pair.settle()
@@ -139,4 +146,16 @@ def test_nonsense_is_a_protocol_error() -> None:
 def test_no_memory_is_none() -> None:
     pair = Pair()
     assert pair.lending._take(1 << 62) is None
+    pair.close()
+
+
+def test_a_full_passage_is_no_memory_and_segments_may_be_asked_for_in_any_order() -> None:
+    pair = Pair()
+    segments = []
+    while (segment := pair.lending.lend(memoryview(bytearray(64 * KIB)))) is not None:
+        segments.append(segment)
+    assert len(segments) > 50
+    for segment in reversed(segments):
+        assert pair.borrowing.borrow(segment.number, 10).nbytes == 10
+    assert pair.lending.lend(memoryview(bytearray(64 * KIB))) is not None
     pair.close()

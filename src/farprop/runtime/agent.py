@@ -188,10 +188,7 @@ class Agent:
     # Connections
 
     def _new_connection(self, sock: socket.socket, peer: str, on_blocked: Callable[[Connection], None]) -> Connection:
-        shared = sock.family == socket.AF_UNIX
-        return Connection(
-            sock, peer, shared, self._pool, self._settings.max_message_bytes, on_blocked, self._on_returned
-        )
+        return Connection(sock, peer, self._pool, self._settings.max_message_bytes, on_blocked, self._on_returned)
 
     def _on_returned(self) -> None:
         # Called by the garbage collector: nothing but a note and a wake-up is safe here.
@@ -243,7 +240,13 @@ class Agent:
                 f"Can't reach {name} ({entry.host}, pid {entry.pid}): {error}. It has shut down or died, or the "
                 "network is cut."
             ) from error
-        link.attach(self._new_connection(sock, name, link.want_output))
+        connection = self._new_connection(sock, name, link.want_output)
+        try:
+            connection.open_passage()
+        except OSError as error:
+            connection.close()
+            raise ConnectionLostError(f"Can't talk to {name} ({entry.host}, pid {entry.pid}): {error}.") from error
+        link.attach(connection)
         kept = self._keep(link)
         if kept is not link:
             link.lose("another connection was faster")

@@ -11,8 +11,6 @@ Rules that hold here:
 
 from __future__ import annotations
 
-import array
-import os
 import socket
 import threading
 from collections import deque
@@ -20,15 +18,14 @@ from collections.abc import Callable
 from typing import Any
 
 from farprop.errors import ConnectionLostError, ProtocolError, UsageError
-from farprop.transport.segments import MIN_SHARED, Borrowing, Lending, Segment, SegmentPool
+from farprop.transport.passage import Passage, receive_with_descriptor, rights
+from farprop.transport.segments import MIN_SHARED, Borrowing, Lending, SegmentPool
 from farprop.wire.codec import Encoded
 from farprop.wire.frames import FORGET, MAX_BUFFERS, MAX_GIVES, NOTICE, Frame, FrameReader, pack
 
 _DONTWAIT = socket.MSG_DONTWAIT
 _NOSIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 _SEND_FLAGS = _DONTWAIT | _NOSIGNAL
-_MAX_DESCRIPTORS = 200  # the kernel takes 253 in one message
-_ANCILLARY = socket.CMSG_SPACE(_MAX_DESCRIPTORS * 4)
 _MAX_PARTS = 512  # below IOV_MAX
 _CORK_FRAMES = 32
 _CORK_BYTES = 1024
@@ -36,24 +33,24 @@ _NOTHING = Encoded(b"", [], None)
 
 
 class _Unsent:
-    """Bytes that wait in the outbox, what keeps them alive, and descriptors that go with the first of them."""
+    """Bytes that wait in the outbox, and what keeps them alive."""
 
-    __slots__ = ("data", "descriptors", "keep")
+    __slots__ = ("data", "keep")
 
-    def __init__(self, data: memoryview, descriptors: list[Segment], keep: Any) -> None:
+    def __init__(self, data: memoryview, keep: Any) -> None:
         self.data = data
-        self.descriptors = descriptors
         self.keep = keep
 
 
 class Connection:
-    """See the module's rules. ``shared`` says that segments can be passed on it."""
+    """See the module's rules. Segments can be passed on a Unix connection once both sides have its passage: the dialler
+    makes it with ``open_passage``, the other side gets it with the first message.
+    """
 
     def __init__(
         self,
         sock: socket.socket,
         peer: str,
-        shared: bool,
         pool: SegmentPool,
         max_bytes: int,
         on_blocked: Callable[[Connection], None],
@@ -66,13 +63,26 @@ class Connection:
         self.lending = Lending(pool)
         self.borrowing = Borrowing(on_returned)
         self._sock = sock
-        self._shared = shared
+        self._awaits_passage = sock.family == socket.AF_UNIX
+        self._passage: Passage | None = None
         self._max_bytes = max_bytes
         self._on_blocked = on_blocked
         self._reader = FrameReader(max_bytes)
         self._lock = threading.Lock()
         self._outbox: deque[_Unsent] = deque()
         self._corked: list[bytes] = []
+
+    def open_passage(self) -> None:
+        """The dialler, before anything else: make the passage, on a connection that can have one."""
+        if self._awaits_passage:
+            passage, theirs = Passage.pair()
+            with theirs:
+                self._sock.sendmsg([pack(NOTICE, 0, 0, 0.0, b"", b"")], rights(theirs.fileno()), _SEND_FLAGS)
+            self._take_passage(passage)
+
+    def _take_passage(self, passage: Passage) -> None:
+        self._passage = self.borrowing.passage = self.lending.passage = passage
+        self._awaits_passage = False
 
     # Sending
 
@@ -96,10 +106,9 @@ class Connection:
                 with self._lock:
                     self._corked.append(data)
                 return
-            self._transmit([data], [], None)
+            self._transmit([data], None)
             return
         parts: list[Any] = [b""]
-        fresh: list[Segment] = []
         table = []
         total = len(encoded.meta)
         if len(encoded.buffers) > MAX_BUFFERS:
@@ -110,30 +119,28 @@ class Connection:
                 raise self._too_large(total)
         for buffer in encoded.buffers:
             segment = None
-            if self._shared and buffer.nbytes >= MIN_SHARED and len(fresh) < _MAX_DESCRIPTORS:
+            if self._passage is not None and buffer.nbytes >= MIN_SHARED:
                 segment = self.lending.lend(buffer)
             if segment is None:
                 table.append((buffer.nbytes, 0))
                 parts.append(buffer.cast("B") if buffer.format != "B" else buffer)
             else:
                 table.append((buffer.nbytes, segment.number))
-                if segment.fd >= 0:
-                    fresh.append(segment)
         gives = self.borrowing.take_returned(MAX_GIVES) if self.borrowing.returned else ()
         parts[0] = pack(kind, flags | encoded.flags, call_id, seconds, name, encoded.meta, table, gives)
-        self._transmit(parts, fresh, encoded.keep)
+        self._transmit(parts, encoded.keep)
         if self.lending.dropped:
             self._send_forgets()
 
     def uncork(self) -> None:
         """Send what waits for more."""
         if self._corked:
-            self._transmit([], [], None)
+            self._transmit([], None)
 
     def give_back(self) -> None:
         """Send the give-backs that have found no frame to ride on."""
         while self.borrowing.returned:
-            self._transmit([pack(NOTICE, 0, 0, 0.0, b"", b"", (), self.borrowing.take_returned(MAX_GIVES))], [], None)
+            self._transmit([pack(NOTICE, 0, 0, 0.0, b"", b"", (), self.borrowing.take_returned(MAX_GIVES))], None)
 
     def _send_forgets(self) -> None:
         numbers: list[int] = []
@@ -143,7 +150,7 @@ class Connection:
             except IndexError:
                 break  # another thread sends them
         if numbers:
-            self._transmit([pack(NOTICE, FORGET, 0, 0.0, b"", b"", (), numbers)], [], None)
+            self._transmit([pack(NOTICE, FORGET, 0, 0.0, b"", b"", (), numbers)], None)
 
     def _too_large(self, size: int) -> UsageError:
         return UsageError(
@@ -151,7 +158,7 @@ class Connection:
             "or raise the limit on every worker."
         )
 
-    def _transmit(self, parts: list[Any], fresh: list[Segment], keep: Any) -> None:
+    def _transmit(self, parts: list[Any], keep: Any) -> None:
         blocked = False
         with self._lock:
             if self.closed:
@@ -162,43 +169,33 @@ class Connection:
             if not parts:
                 return
             if self._outbox:
-                self._queue(parts, 0, fresh, keep)
+                self._queue(parts, 0, keep)
                 return
             try:
-                sent = self._write(parts, fresh)
+                sent = self._write(parts)
             except BlockingIOError:
                 sent = 0
             except OSError as error:
                 raise ConnectionLostError(f"The connection to {self.peer} broke: {error}") from error
-            if sent:
-                # Descriptors go with the first byte that is sent, of whatever frame: they keep their order.
-                for segment in fresh:
-                    segment.passed()
-                fresh = []
             if sent < sum(map(len, parts)):
-                self._queue(parts, sent, fresh, keep)
+                self._queue(parts, sent, keep)
                 blocked = True
         if blocked:
             self._on_blocked(self)
 
-    def _write(self, parts: list[Any], fresh: list[Segment]) -> int:
-        if fresh:
-            rights = array.array("i", [segment.fd for segment in fresh])
-            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
-            return self._sock.sendmsg(parts[:_MAX_PARTS], ancillary, _SEND_FLAGS)
+    def _write(self, parts: list[Any]) -> int:
         if len(parts) == 1:
             return self._sock.send(parts[0], _SEND_FLAGS)
         return self._sock.sendmsg(parts[:_MAX_PARTS], (), _SEND_FLAGS)
 
-    def _queue(self, parts: list[Any], skip: int, fresh: list[Segment], keep: Any) -> None:
+    def _queue(self, parts: list[Any], skip: int, keep: Any) -> None:
         for part in parts:
             if skip >= len(part):
                 skip -= len(part)
                 continue
             data = memoryview(part)[skip:]
             skip = 0
-            self._outbox.append(_Unsent(data, fresh, (part, keep)))
-            fresh = []
+            self._outbox.append(_Unsent(data, (part, keep)))
             self.outbox_bytes += len(data)
 
     def flush(self) -> bool:
@@ -207,14 +204,11 @@ class Connection:
             while self._outbox and not self.closed:
                 first = self._outbox[0]
                 try:
-                    sent = self._write([first.data], first.descriptors)
+                    sent = self._write([first.data])
                 except BlockingIOError:
                     return False
                 except OSError as error:
                     raise ConnectionLostError(f"The connection to {self.peer} broke: {error}") from error
-                for segment in first.descriptors:
-                    segment.passed()
-                first.descriptors = []
                 self.outbox_bytes -= sent
                 if sent < len(first.data):
                     first.data = first.data[sent:]
@@ -231,12 +225,8 @@ class Connection:
         """
         reader = self._reader
         try:
-            if self._shared:
-                count, ancillary, flags, _ = self._sock.recvmsg_into([reader.target()], _ANCILLARY, _DONTWAIT)
-                if ancillary:
-                    self._take_descriptors(ancillary)
-                if flags & socket.MSG_CTRUNC:
-                    raise ProtocolError("descriptors were lost: has this process too many open files?")
+            if self._awaits_passage:
+                count = self._receive_passage()
             else:
                 count = self._sock.recv_into(reader.target(), 0, _DONTWAIT)
         except BlockingIOError:
@@ -248,7 +238,6 @@ class Connection:
         frames = reader.received(count)
         for frame in frames:
             if frame.buffers:
-                # Now and not later: descriptors are matched to segments by their order in the stream.
                 frame.buffers = [b if type(b) is bytearray else self.borrowing.borrow(*b) for b in frame.buffers]
             if frame.gives:
                 if frame.flags & FORGET:
@@ -259,14 +248,14 @@ class Connection:
                         self._send_forgets()
         return frames
 
-    def _take_descriptors(self, ancillary: Any) -> None:
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                descriptors = array.array("i")
-                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-                for descriptor in descriptors:
-                    os.set_inheritable(descriptor, False)
-                self.borrowing.arrive(descriptors)
+    def _receive_passage(self) -> int:
+        """Read the dialler's first message, which has the passage with it."""
+        count, descriptor = receive_with_descriptor(self._sock, self._reader.target())
+        if descriptor >= 0:
+            self._take_passage(Passage.from_descriptor(descriptor))
+        elif count:
+            raise ProtocolError("the first message on a Unix connection has no passage for segments")
+        return count
 
     # Ending
 
@@ -276,9 +265,6 @@ class Connection:
             if self.closed:
                 return False
             self.closed = True
-            for unsent in self._outbox:
-                for segment in unsent.descriptors:
-                    segment.passed()
             self._outbox.clear()
         try:
             self._sock.shutdown(socket.SHUT_RDWR)  # a thread that waits in recv wakes up
@@ -287,6 +273,8 @@ class Connection:
         self._sock.close()
         self.lending.close()
         self.borrowing.close()
+        if self._passage is not None:
+            self._passage.close()
         return True
 
     def abandon(self) -> None:
@@ -294,3 +282,5 @@ class Connection:
         self.closed = True
         self.borrowing.close()
         self._sock.close()
+        if self._passage is not None:
+            self._passage.close()

@@ -10,7 +10,6 @@ A segment belongs to one direction of one connection. Rules that hold here:
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import threading
@@ -18,10 +17,11 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 
-import torch
+import numpy
 
 from farprop.errors import ProtocolError
 from farprop.transport.memory import Mapping, view_of
+from farprop.transport.passage import Passage
 
 # Smaller buffers are copied through the socket faster than they are lent and given back.
 MIN_SHARED = 64 * 1024
@@ -29,37 +29,28 @@ _CHUNK = 64 * 1024
 # So much may be returned before somebody is told to send the give-backs.
 _MUCH = 16 << 20
 
-_memmove = ctypes.memmove
-
 
 class Segment:
-    """A mapped piece of shared memory on the sender's side. ``fd`` is open until it has been passed."""
+    """A mapped piece of shared memory on the sender's side."""
 
-    __slots__ = ("_mapping", "fd", "number", "size")
+    __slots__ = ("_array", "number", "size")
 
-    def __init__(self, number: int, size: int) -> None:
+    def __init__(self, number: int, size: int, passage: Passage) -> None:
+        """Make it and pass it to the receiver; ``OSError`` if that can't be done now."""
         self.number = number
         self.size = size
-        self.fd = os.memfd_create("farprop", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create("farprop", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(self.fd, size)
-            self._mapping = Mapping(self.fd, size)
-        except (OSError, OverflowError):
-            os.close(self.fd)
-            raise
+            os.ftruncate(descriptor, size)
+            self._array = numpy.frombuffer(view_of(Mapping(descriptor, size).root(), size), numpy.uint8)
+            if not passage.send(number, descriptor):
+                raise OSError("no room for another segment on its way")
+        finally:
+            os.close(descriptor)
 
     def write(self, data: memoryview) -> None:
-        if data.readonly:
-            view_of(self._mapping.root(), data.nbytes)[:] = data.cast("B")
-        else:  # a foreign call: other threads run while a large buffer is copied
-            source = torch.frombuffer(data, dtype=torch.uint8, count=data.nbytes)
-            _memmove(self._mapping.address, source.data_ptr(), data.nbytes)
-
-    def passed(self) -> None:
-        """The receiver has the descriptor now; the mapping is all we need."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        # NumPy, because it lets other threads run while it copies.
+        self._array[: data.nbytes] = numpy.frombuffer(data, numpy.uint8)
 
 
 class SegmentPool:
@@ -109,6 +100,7 @@ class Lending:
     """The sender's side of one connection."""
 
     def __init__(self, pool: SegmentPool) -> None:
+        self.passage: Passage | None = None  # segments can be lent once there is one
         self._pool = pool
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
@@ -127,20 +119,20 @@ class Lending:
             if not self._closed:
                 self._lent[segment.number] = segment
                 return segment
-        segment.passed()
         return None
 
     def _take(self, size: int) -> Segment | None:
         with self._lock:
             fitting = [s for s in self._free if size <= s.size <= 2 * size + (1 << 20)]
-            fitting.sort(key=lambda s: s.size)
+            if len(fitting) > 1:
+                fitting.sort(key=lambda s: s.size)
             for segment in fitting:
                 if self._pool.take(self, segment):
                     self._free.remove(segment)
                     return segment
             number = next(self._numbers)
         try:
-            return Segment(number, -(-size // _CHUNK) * _CHUNK)
+            return Segment(number, -(-size // _CHUNK) * _CHUNK, self.passage) if self.passage is not None else None
         except (OSError, OverflowError):
             return None
 
@@ -159,14 +151,11 @@ class Lending:
             if segment in self._free:
                 self._free.remove(segment)
                 self.dropped.append(segment.number)
-                segment.passed()
 
     def close(self) -> None:
         self._pool.forget(self)
         with self._lock:
             self._closed = True
-            for segment in (*self._free, *self._lent.values()):
-                segment.passed()
             self._free.clear()
             self._lent.clear()
 
@@ -185,15 +174,9 @@ class Borrowing:
         self._returned_bytes = 0
         self._memory: dict[int, Mapping] = {}
         self._leases: dict[int, weakref.ref[object]] = {}
-        self._closed = False
-        self._arrived: deque[int] = deque()  # descriptors that came with the stream, in its order
+        self.passage: Passage | None = None
         # Filled by the garbage collector at any moment and in any thread, so nothing but append happens there.
         self.returned: deque[int] = deque()
-
-    def arrive(self, descriptors: Iterable[int]) -> None:
-        self._arrived.extend(descriptors)
-        if self._closed:
-            self.close()
 
     def borrow(self, number: int, length: int) -> memoryview:
         """The memory of a segment. It is given back when nothing refers to the result any more."""
@@ -218,9 +201,9 @@ class Borrowing:
         return view_of(root, length)
 
     def _map(self, number: int) -> Mapping:
-        if not self._arrived:
-            raise ProtocolError(f"segment {number} was never passed")
-        descriptor = self._arrived.popleft()
+        if self.passage is None:
+            raise ProtocolError(f"segment {number} on a connection that passes none")
+        descriptor = self.passage.receive(number)
         try:
             memory = self._memory[number] = Mapping(descriptor, os.fstat(descriptor).st_size)
         except OSError as error:
@@ -246,10 +229,7 @@ class Borrowing:
         return numbers
 
     def close(self) -> None:
-        self._closed = True
         self._on_returned = _do_nothing  # what is let go from now on is nobody's business any more
-        while self._arrived:
-            os.close(self._arrived.popleft())
         self._memory.clear()
 
 

@@ -14,18 +14,26 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import torch
 
 from farprop.wire.tensors import CODES, DTYPES, INLINE_LIMIT, dense, view_memory
 
 ATOMS = frozenset((type(None), bool, int, float, str, bytes))
 _LOOKED_AT = ATOMS | {torch.Tensor}
+# From NumPy's array to a tensor of any shape is one short step; without it torch needs two, through its dispatcher.
+_NUMPY_DTYPES = [
+    None if dtype is None else numpy.dtype(name) if (name := str(dtype)[6:]) in numpy.sctypeDict else None
+    for dtype in DTYPES
+]
 _COMPLEX = frozenset(code for code, dtype in enumerate(DTYPES) if dtype is not None and dtype.is_complex)
 
 _Tensor = torch.Tensor
 _dumps = pickle.dumps
 _loads = pickle.loads
 _string_at = ctypes.string_at
+_ndarray = numpy.ndarray
+_from_numpy = torch.from_numpy
 _NOTHING = _dumps((0, ()), 5)
 
 
@@ -91,7 +99,14 @@ def decode_plain(meta: Any, buffers: Sequence[Any]) -> Sequence[Any]:
     while mask:
         if mask & 1:
             data, code, size, requires_grad = values[index]
-            values[index] = dense(buffers[data] if type(data) is int else data, code, size, requires_grad)
+            numpy_dtype = _NUMPY_DTYPES[code]
+            if type(data) is int:
+                values[index] = dense(buffers[data], code, size, requires_grad)
+            elif numpy_dtype is None:
+                values[index] = dense(data, code, size, requires_grad)
+            else:
+                tensor = _from_numpy(_ndarray(size, numpy_dtype, data))
+                values[index] = tensor.requires_grad_() if requires_grad else tensor
         mask >>= 1
         index += 1
     return values  # type: ignore[no-any-return]
