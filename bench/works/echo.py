@@ -11,7 +11,7 @@ def identity(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@work("echo-1mb", "echo 1 MB", goal=3, samples=60, warmup=5)
+@work("echo-1mb", "echo 1 MB", goal=3, samples=100, warmup=20)
 def echo_1mb(api: Api, peer: str) -> Sample:
     return _echo(api, peer, megabytes=1)
 

@@ -1,8 +1,9 @@
-"""Who is who: the name and number of a worker."""
+"""Who is who: the name and number of a worker, and numbers that are unique in a job."""
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from farprop.errors import UsageError
 
@@ -51,3 +52,13 @@ def check_worker_name(name: str) -> None:
         raise UsageError(
             f"Worker name must match {_NAME.pattern} (letters, digits, '_', '-' and ':'), but it is {name!r}."
         )
+
+
+class GlobalId(NamedTuple):
+    """Unique in the job: the rank of the worker that made it, and a number of that worker."""
+
+    created_on: int
+    local_id: int
+
+    def __str__(self) -> str:
+        return f"GloballyUniqueId(created_on={self.created_on}, local_id={self.local_id})"
