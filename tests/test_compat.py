@@ -148,6 +148,24 @@ def test_optimizers_and_the_compiler_can_be_imported_after_install(tmp_path: Pat
     )
 
 
+def test_remote_modules_are_farprops_and_the_rest_of_their_package_is_torchs(tmp_path: Path) -> None:
+    run_after_install(
+        """
+        import torch.distributed.nn
+        import torch.distributed.nn.api.remote_module as remote_module
+        from torch.distributed.nn import RemoteModule
+        from torch.distributed.nn.api.remote_module import _RemoteModule
+        import farprop.nn
+
+        assert remote_module is farprop.nn.remote_module is torch.distributed.nn.api.remote_module
+        assert RemoteModule is torch.distributed.nn.RemoteModule is farprop.nn.RemoteModule
+        assert issubclass(RemoteModule, _RemoteModule)
+        assert torch.distributed.nn.all_reduce.__module__ == "torch.distributed.nn.functional"
+        """,
+        tmp_path,
+    )
+
+
 # A program as a user has it: it knows nothing of farprop. Children and grandchildren say what they import.
 PROGRAM = """
 import os, sys

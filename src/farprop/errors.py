@@ -23,6 +23,10 @@ class ConnectionLostError(FarpropError, ConnectionError):
     """The other worker could not be reached, or went away before it answered."""
 
 
+class ReferenceLostError(ConnectionLostError):
+    """The value of a remote reference can't be had any more: its owner died, or it was never made."""
+
+
 class RemoteError(FarpropError):
     """A function raised on another worker and its exception could not be rebuilt here.
 

@@ -1,8 +1,8 @@
 """Run code written for ``torch.distributed.rpc`` on farprop, without touching it.
 
 ``farprop.compat.install()`` at the top of a script, or ``python -m farprop.compat script.py``, makes
-``torch.distributed.rpc`` and ``torch.distributed.autograd`` stand for farprop's modules in this process.
-What your own modules took from torch before ``install()`` stays torch's, so call it first.
+``torch.distributed.rpc``, ``torch.distributed.autograd`` and ``torch.distributed.nn.RemoteModule`` stand for farprop's
+in this process. What your own modules took from torch before ``install()`` stays torch's, so call it first.
 """
 
 import importlib
@@ -23,11 +23,16 @@ from farprop.compat.futures import wait_all
 
 __all__ = ["install"]
 
-# The second comes with a later version of farprop; a package that is not there is left to torch.
-_PACKAGES: Final = {"torch.distributed.rpc": "farprop.rpc", "torch.distributed.autograd": "farprop.autograd"}
+# The second comes with a later version of farprop; what is not there is left to torch. The rest of torch.distributed.nn
+# is about process groups, and stays torch's.
+_REPLACEMENTS: Final = {
+    "torch.distributed.rpc": "farprop.rpc",
+    "torch.distributed.autograd": "farprop.autograd",
+    "torch.distributed.nn.api.remote_module": "farprop.nn.remote_module",
+}
 
-# Where torch's own names of these packages come from: the packages, and the C++ modules under them.
-_OWNERS: Final = (*_PACKAGES, "torch._C._distributed_rpc", "torch._C._distributed_autograd")
+# Where torch's own names of these modules come from: the modules, and the C++ modules under them.
+_OWNERS: Final = (*_REPLACEMENTS, "torch._C._distributed_rpc", "torch._C._distributed_autograd")
 _lock: Final = threading.Lock()
 _installed = False
 
@@ -59,7 +64,7 @@ class _AliasFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        for theirs, ours in _PACKAGES.items():
+        for theirs, ours in _REPLACEMENTS.items():
             if not _within(fullname, theirs) or not _exists(ours):
                 continue
             name = ours + fullname.removeprefix(theirs)
@@ -69,7 +74,7 @@ class _AliasFinder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Make ``torch.distributed.rpc`` and ``torch.distributed.autograd`` resolve to farprop in this process.
+    """Make ``torch.distributed.rpc``, ``autograd`` and ``nn.RemoteModule`` resolve to farprop in this process.
 
     Also puts farprop's ``wait_all`` in the place of ``torch.futures.wait_all``. A second call does nothing.
     """
@@ -81,31 +86,32 @@ def install() -> None:
         # is imported. Import it while it finds all of torch's; what it took is made ours below.
         importlib.import_module("torch.distributed.nn")
         replaced: dict[str, types.ModuleType] = {}
-        for theirs, ours in _PACKAGES.items():
+        for theirs, ours in _REPLACEMENTS.items():
             if _exists(ours):
-                replaced |= _replace_package(theirs, importlib.import_module(ours))
+                replaced |= _replace(theirs, importlib.import_module(ours))
         sys.meta_path.insert(0, _AliasFinder())
         _rebind(replaced)
         torch.futures.wait_all = wait_all
         _installed = True
 
 
-def _exists(package: str) -> bool:
-    return package in sys.modules or importlib.util.find_spec(package) is not None
+def _exists(module: str) -> bool:
+    return module in sys.modules or importlib.util.find_spec(module) is not None
 
 
 def _within(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
-def _replace_package(theirs: str, ours: types.ModuleType) -> dict[str, types.ModuleType]:
-    """Put our package under their name; return their modules by name."""
+def _replace(theirs: str, ours: types.ModuleType) -> dict[str, types.ModuleType]:
+    """Put our module, and those in it if it is a package, under their name; return their modules by name."""
     # All of their modules go, also those we have no counterpart of: half torch, half farprop helps nobody.
     replaced = {name: sys.modules.pop(name) for name in list(sys.modules) if _within(name, theirs)}
     for name, module in list(sys.modules.items()):
         if _within(name, ours.__name__):
             sys.modules[theirs + name.removeprefix(ours.__name__)] = module
-    setattr(torch.distributed, theirs.rpartition(".")[2], ours)
+    parent, _, name = theirs.rpartition(".")
+    setattr(sys.modules[parent], name, ours)
     return replaced
 
 
@@ -123,9 +129,9 @@ def _rebind(replaced: dict[str, types.ModuleType]) -> None:
             continue
         ours[id(module)] = (module, new)
         for attribute, value in vars(module).items():
-            # Only what is the package's own (classes, functions, instances of its classes), not its imports.
+            # Only what is the module's own (classes, functions, instances of its classes), not its imports.
             owner = getattr(value, "__module__", None)
-            own = isinstance(owner, str) and any(_within(owner, package) for package in _OWNERS)
+            own = isinstance(owner, str) and any(_within(owner, known) for known in _OWNERS)
             if own and hasattr(new, attribute):
                 ours[id(value)] = (value, getattr(new, attribute))
     for name, module in list(sys.modules.items()):

@@ -27,6 +27,7 @@ from farprop.rpc.api import (
     _get_current_rpc_agent,
     _get_debug_info,
     _is_current_rpc_agent_set,
+    _rref_context_get_debug_info,
     _set_rpc_timeout,
     _use_rpc_pickler,
     _wait_all,
@@ -47,7 +48,9 @@ from farprop.rpc.backend_registry import (
     init_backend,
     register_backend,
 )
+from farprop.rpc.inspection import LiveReference, debug_info, live_references
 from farprop.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from farprop.rpc.rref import RRef
 from farprop.runtime.agent import Agent as TensorPipeAgent
 from farprop.runtime.agent import meeting_seconds
 from farprop.runtime.secret import check_settings
@@ -56,24 +59,30 @@ __all__ = [
     "AllGatherStates",
     "BackendType",
     "BackendValue",
+    "LiveReference",
+    "RRef",
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
     "WorkerInfo",
     "backend_registered",
     "construct_rpc_backend_options",
+    "debug_info",
     "functions",
     "get_rpc_timeout",
     "get_worker_info",
     "init_backend",
     "init_rpc",
     "is_available",
+    "live_references",
     "register_backend",
+    "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",
 ]
 
 RpcAgent = TensorPipeAgent
+PyRRef = RRef
 _UNSET_RPC_TIMEOUT = constants.UNSET_RPC_TIMEOUT
 
 _init_lock = threading.Lock()

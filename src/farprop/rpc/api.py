@@ -15,9 +15,12 @@ import torch
 from farprop.errors import ConnectionLostError, UsageError
 from farprop.ids import WorkerInfo
 from farprop.protocol.quiescence import Quiescence, Report
+from farprop.protocol.references.records import UserReference
 from farprop.rpc import internal
 from farprop.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from farprop.rpc.inspection import live_references
 from farprop.rpc.internal import PythonUDF, RPCExecMode, _build_rpc_profiling_key, _internal_rpc_pickler
+from farprop.rpc.rref import RRef, call_site
 from farprop.runtime import current, profiling
 from farprop.runtime.agent import Agent
 from farprop.runtime.current import current_agent
@@ -26,7 +29,7 @@ from farprop.runtime.gather import AllGatherStates, Gatherings, gather
 from farprop.runtime.profiling import Session
 from farprop.wire.frames import MAX_SECONDS, SYSTEM
 
-__all__ = ["AllGatherStates", "get_worker_info", "rpc_async", "rpc_sync", "shutdown"]
+__all__ = ["AllGatherStates", "get_worker_info", "remote", "rpc_async", "rpc_sync", "shutdown"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -37,6 +40,7 @@ _default_pickler: Any = _internal_rpc_pickler
 _thread_local_var = threading.local()
 _gatherings = Gatherings()
 _profiler_enabled = torch.autograd._profiler_enabled
+_ignore_rref_leak = True  # a program may set it to False: then leaks are an error at shutdown
 
 _get_current_rpc_agent = current_agent
 _is_current_rpc_agent_set = current.is_agent_set
@@ -184,12 +188,7 @@ def rpc_async(
 def _call_profiled(
     agent: Agent, session: Session, mode: RPCExecMode, to: Any, func: Any, args: Any, kwargs: Any, timeout: float
 ) -> Future:
-    shown = torch.jit._builtins._find_builtin(func)
-    if shown is None and isinstance(func, torch.jit.ScriptFunction):
-        shown = torch._jit_internal._qualified_name(func)
-    elif shown is None:
-        shown = getattr(func, "__qualname__", type(func).__qualname__)
-    key = _build_rpc_profiling_key(mode, shown, agent.get_worker_info().name, agent.get_worker_info(to).name)
+    key = _profiling_key(agent, mode, to, func)
     future = Future()
     try:
         agent.call_profiled(to, func, tuple(args) if args else (), kwargs or {}, timeout, future, session, key)
@@ -198,14 +197,55 @@ def _call_profiled(
     return future
 
 
+def _profiling_key(agent: Agent, mode: RPCExecMode, to: Any, func: Any) -> str:
+    shown = torch.jit._builtins._find_builtin(func)
+    if shown is None and isinstance(func, torch.jit.ScriptFunction):
+        shown = torch._jit_internal._qualified_name(func)
+    elif shown is None:
+        shown = getattr(func, "__qualname__", type(func).__qualname__)
+    return _build_rpc_profiling_key(mode, shown, agent.get_worker_info().name, agent.get_worker_info(to).name)
+
+
 def _with_own_pickler(func: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     pickled = _default_pickler.serialize(PythonUDF(func, args or (), kwargs or {}))
     return internal.run_pickled, pickled, {}
 
 
-def remote(*_: Any, **__: Any) -> Any:
-    """Remote references are not there yet. Torch's script compiler looks this name up, so it exists."""
-    raise NotImplementedError("farprop.rpc.remote and RRef are not there yet; use rpc_sync and rpc_async.")
+def remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: tuple[Any, ...] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[Any]:
+    """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result; returns a reference to it at once.
+
+    Arguments are as for :func:`rpc_sync`. What ``func`` raises comes at ``to_here``. ``timeout`` is how long the worker may
+    take to make the value; after that, every use of the reference raises ``RpcTimeoutError``.
+    """
+    if not callable(func):
+        raise TypeError("function should be callable.")
+    return _remote(to, func, tuple(args) if args else (), kwargs or {}, timeout)
+
+
+def _remote(
+    to: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float, keep: Any = None
+) -> RRef[Any]:
+    """``keep`` lives until the worker has answered."""
+    agent = current_agent()
+    if type(to) is not str:
+        to = _to_worker_info(to).name
+    if timeout != UNSET_RPC_TIMEOUT:
+        timeout = _checked_timeout(timeout)
+    profile = None
+    if _profiler_enabled() and (session := profiling.session()) is not None:
+        profile = session, _profiling_key(agent, RPCExecMode.REMOTE, to, func)
+    elif _default_pickler is not _internal_rpc_pickler:
+        func, args, kwargs = _with_own_pickler(func, args, kwargs)
+    call = agent.create(to, func, args, kwargs, timeout, call_site(), profile, keep)
+    subject = call.subject
+    item = agent.references.hold(subject) if isinstance(subject, UserReference) else subject
+    return RRef._of(item, to, call)
 
 
 def get_rpc_timeout() -> float:
@@ -274,7 +314,8 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 
 def _delete_all_user_and_unforked_owner_rrefs() -> None:
-    """Remote references give up what they hold here. There are none yet."""
+    """Every reference that this worker has to a value of another one is dropped. Using it raises from now on."""
+    current_agent().references.drop_all()
 
 
 @_require_initialized
@@ -294,11 +335,25 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
                 _wait_all_workers(timeout)
                 _delete_all_user_and_unforked_owner_rrefs()
                 _wait_for_all_work(agent, timeout)
+                _report_leaks(agent)
             else:
                 _wait_for_own_work(agent, timeout)
                 agent.leave()
     finally:
         _finalize_shutdown()
+
+
+def _report_leaks(agent: Agent) -> None:
+    """Nobody should refer to values here any more. If somebody does, say which, and whose."""
+    leaks = [reference for reference in live_references() if reference.role == "owner"]
+    if not leaks:
+        return
+    lines = "\n".join(f"  {leak}" for leak in leaks)
+    report = f"Leaking RRefs: other workers still refer to values of {agent.get_worker_info().name}.\n{lines}"
+    if _ignore_rref_leak:
+        _log.warning(report)
+        return
+    raise UsageError(report.replace("Leaking RRefs:", "Leaking RRef:", 1))
 
 
 def _finalize_shutdown() -> None:
@@ -337,7 +392,15 @@ def _pause_until(ready: Callable[[], bool], seconds: float) -> bool:
 
 def _get_debug_info() -> dict[str, str]:
     """What this worker is doing, as text by key."""
-    return dict(current_agent().get_debug_info())
+    return {**_rref_context_get_debug_info(), **current_agent().get_debug_info()}
+
+
+def _rref_context_get_debug_info() -> dict[str, str]:
+    """Counts of this worker's references, as text, under torch's names."""
+    counts = current_agent().references.counts()
+    return {
+        key: str(counts[key]) for key in ("num_owner_rrefs", "num_forks", "num_pending_users", "num_pending_futures")
+    }
 
 
 def enable_gil_profiling(flag: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from farprop.wire.codec import decode, encode
+from farprop.wire.codec import decode, decode_with, encode
 
 
 class RPCExecMode(enum.Enum):
@@ -33,26 +33,32 @@ class _InternalRPCPickler:
     ``_use_rpc_pickler``.
     """
 
-    def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
+    def serialize(self, obj: Any) -> tuple[bytes, list[Any]]:
+        """The pickle, and a list of what can't be in it: tensors, and behind them references."""
         encoded = encode(obj)
-        return encoded.meta, [torch.frombuffer(bytearray(b), dtype=torch.uint8) for b in encoded.buffers]
+        for traveller in encoded.travellers:
+            traveller._source("fork an UserRRef")  # raises for one that can't travel
+        tensors = [torch.frombuffer(bytearray(b), dtype=torch.uint8) for b in encoded.buffers]
+        return encoded.meta, [*tensors, *encoded.travellers]
 
-    def deserialize(self, binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
-        return decode(binary_data, [bytearray(ctypes.string_at(t.data_ptr(), t.nbytes)) for t in tensor_table])
+    def deserialize(self, binary_data: bytes, tensor_table: list[Any]) -> Any:
+        tensors = [t for t in tensor_table if isinstance(t, torch.Tensor)]
+        buffers = [bytearray(ctypes.string_at(t.data_ptr(), t.nbytes)) for t in tensors]
+        return decode_with(tensor_table[len(tensors) :], decode, binary_data, buffers)
 
 
 _internal_rpc_pickler = _InternalRPCPickler()
 
 
-def serialize(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
+def serialize(obj: Any) -> tuple[bytes, list[Any]]:
     return _internal_rpc_pickler.serialize(obj)
 
 
-def deserialize(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
+def deserialize(binary_data: bytes, tensor_table: list[Any]) -> Any:
     return _internal_rpc_pickler.deserialize(binary_data, tensor_table)
 
 
-def run_pickled(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
+def run_pickled(binary_data: bytes, tensor_table: list[Any]) -> Any:
     """Run a call that a pickler of the caller's own encoded."""
     call = deserialize(binary_data, tensor_table)
     return call.func(*call.args, **call.kwargs)

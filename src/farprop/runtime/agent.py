@@ -21,19 +21,25 @@ from farprop.config import Settings
 from farprop.errors import AuthenticationError, ConnectionLostError, ProtocolError, UsageError
 from farprop.ids import WorkerInfo
 from farprop.protocol.handshake import READY, Dialler, Listener
+from farprop.protocol.references.messages import Fork
+from farprop.protocol.references.records import OwnedValue, UserReference
 from farprop.protocol.roster import Entry
 from farprop.runtime import profiling, rendezvous
-from farprop.runtime.links import FutureCall, Link, timeout_error
+from farprop.runtime.cells import Cell
+from farprop.runtime.creation import CreationCall, ProfiledCreation
+from farprop.runtime.links import FutureCall, Link, timeout_error, was_sent
 from farprop.runtime.loop import Blocked, Loop
 from farprop.runtime.profiling import Session
+from farprop.runtime.references import ReferenceSpace
 from farprop.runtime.secret import Secret, find_secret
 from farprop.runtime.serving import Server
+from farprop.runtime.survival import Survival
 from farprop.transport import sockets
 from farprop.transport.connection import Connection
 from farprop.transport.segments import SegmentPool
-from farprop.wire.codec import decode_value, encode, encode_call
+from farprop.wire.codec import Encoded, decode_value, decode_with, encode, encode_call
 from farprop.wire.failures import decode_failure
-from farprop.wire.frames import ANSWER, PROFILED, Frame
+from farprop.wire.frames import ANSWER, PROFILED, SYSTEM, Frame
 from farprop.wire.functions import name_of
 
 _log = logging.getLogger("farprop.agent")
@@ -43,6 +49,7 @@ _DIAL_SECONDS = 20.0
 _LAST_ANSWERS_SECONDS = 2.0
 _MIN_MEETING_SECONDS = 5.0
 _ENDLESS_MEETING_SECONDS = 300.0
+_OPERATE = b"farprop.runtime.owner_calls:operate"
 
 
 @dataclass(frozen=True)
@@ -84,14 +91,18 @@ class Agent:
         self._closed = False
         self._sent_before = 0  # requests sent on links that are gone
         self._loop = Loop(name, options.num_worker_threads)
+        self.references = ReferenceSpace(rank, name, self)
+        self._loop.home = self.references
+        self._survival = Survival(self.link, self._on_death, self._loop.submit, self._loop.set_alarm)
         self._server = Server(
             self._loop,
             name,
             lambda: Listener(self._secret.key, self._identity, secrets.token_bytes(32)),
             self._new_connection,
             self._check_peer,
-            lambda peer: _log.info("%s: %s closed its connection", name, peer),
+            self._on_peer_lost,
             profiling.run_profiled,
+            self.references,
         )
         try:
             self._own_entry = self._listen(options)
@@ -172,18 +183,22 @@ class Agent:
             self._entries = rendezvous.members(self.store)
         return [WorkerInfo(entry.name, entry.rank) for entry in self._entries.values()]
 
-    def _check_peer(self, identity: bytes) -> str:
-        """The name of a peer that has proved itself; refuses one that is not of this group."""
+    def _check_peer(self, identity: bytes) -> WorkerInfo:
+        """Who a peer is that has proved itself; refuses one that is not of this group."""
         try:
-            name, _, instance = json.loads(identity)
-        except (ValueError, TypeError) as error:
+            name, rank, instance = json.loads(identity)
+            peer = WorkerInfo(name, rank)
+        except (ValueError, TypeError, UsageError) as error:
             raise ProtocolError(f"a peer's identity makes no sense: {error}") from error
         # In this order: a peer may come while this worker is still joining, and is not known before that.
         if self._joined.is_set() and self.is_static_group:
             known = self._entries.get(name)
             if known is None or known.instance != instance:
                 raise AuthenticationError(f"{name} knows the secret but is not a worker of this group")
-        return str(name)
+        if self.references.is_dead(rank, instance):
+            raise AuthenticationError(f"{name} was taken for dead")
+        self.references.meet(rank, instance)
+        return peer
 
     # Connections
 
@@ -232,7 +247,9 @@ class Agent:
         entry = self._entries.get(name)
         if entry is None:
             raise UsageError(f"{self._info.name} could not find destination {name!r}.")
-        link = Link(self._loop, name, self._on_lost)
+        if self.references.is_dead(entry.rank, entry.instance):
+            raise ConnectionLostError(f"{name} ({entry.host}, pid {entry.pid}) has died.")
+        link = Link(self._loop, name, entry.rank, self._on_lost, self.references.arrive)
         try:
             sock = sockets.dial(entry, self._net, self._unix_allowed, deadline, partial(self._prove, entry))
         except ConnectionLostError as error:
@@ -276,7 +293,10 @@ class Agent:
                 sock.sendall(reply)
         name, _, instance = json.loads(machine.peer_identity)
         if name != entry.name or instance != entry.instance:
-            raise ConnectionLostError(f"its address belongs to {name} of another start now")
+            taken = ConnectionLostError(f"its address belongs to {name} of another start now")
+            taken.somebody_else = True  # type: ignore[attr-defined]
+            raise taken
+        self.references.meet(entry.rank, instance)
 
     def _on_lost(self, link: Link, reason: str) -> None:
         _log.info("%s: lost the connection to %s: %s", self._info.name, link.peer, reason)
@@ -284,6 +304,21 @@ class Agent:
             if self._links.get(link.peer) is link:
                 del self._links[link.peer]
                 self._sent_before += link.sent
+        self.references.route_lost(link, link.rank)
+
+    def _on_peer_lost(self, connection: Connection) -> None:
+        _log.info("%s: %s closed its connection", self._info.name, connection.peer)
+        self.references.route_lost(connection, connection.rank)
+
+    def _on_death(self, rank: int) -> None:
+        """A worker is dead: nothing that it sent may come after this."""
+        name = self.name_of_rank(rank)
+        _log.warning("%s: %s has died", self._info.name, name)
+        link = self._links.get(name)
+        if link is not None:
+            link.lose("it has died")
+        self._server.close_connections_of(rank)
+        self.references.died(rank)
 
     # Calls
 
@@ -295,7 +330,15 @@ class Agent:
         link = self.link(to, timeout)
         name = name_of(function)
         encoded = encode_call(None if name is not None else function, args, kwargs)
-        return value_of(link.call_sync(flags, name or b"", encoded, timeout))
+        if not encoded.travellers:
+            return value_of(link.call_sync(flags, name or b"", encoded, timeout))
+        encoded, forks = self.references.depart(encoded, link.rank, link)
+        try:
+            frame = link.call_sync(flags, name or b"", encoded, timeout)
+        except BaseException as error:
+            self._after_failed_send(link, forks, error)
+            raise
+        return value_of(frame)
 
     def call_async(
         self,
@@ -312,7 +355,25 @@ class Agent:
         link = self.link(to, timeout)
         name = name_of(function)
         encoded = encode_call(None if name is not None else function, args, kwargs)
-        link.call_async(flags, name or b"", encoded, TorchCall(timeout, future))
+        self._send_async(link, flags, name or b"", encoded, TorchCall(timeout, future))
+
+    def _send_async(self, link: Link, flags: int, name: bytes, encoded: Encoded, call: FutureCall) -> None:
+        if not encoded.travellers:
+            link.call_async(flags, name, encoded, call)
+            return
+        encoded, forks = self.references.depart(encoded, link.rank, link)
+        try:
+            link.call_async(flags, name, encoded, call)
+        except BaseException as error:
+            self._after_failed_send(link, forks, error)
+            raise
+
+    def _after_failed_send(self, link: Link, forks: list[Fork], error: BaseException) -> None:
+        """Those references that were never sent come back. If they may have been, the protocol asks after them."""
+        if isinstance(error, Exception) and not was_sent(error):
+            self.references.not_sent(forks)
+        elif isinstance(error, ConnectionLostError):
+            self.references.route_lost(link, link.rank)
 
     def call_profiled(
         self,
@@ -332,7 +393,84 @@ class Agent:
         name = name_of(function)
         encoded = encode((None if name is not None else function, args, kwargs, session.settings))
         call = ProfiledCall(timeout, future, session, key, self._info.id)
-        link.call_async(PROFILED, name or b"", encoded, call)
+        self._send_async(link, PROFILED, name or b"", encoded, call)
+
+    def create(
+        self,
+        to: Any,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        site: str,
+        profile: tuple[Session, str] | None = None,
+        keep: Any = None,
+    ) -> CreationCall:
+        """Have a worker run a function and keep what it returns. Its ``subject`` is what refers to that."""
+        if timeout == UNSET_TIMEOUT:
+            timeout = self.rpc_timeout
+        link = self.link(to, timeout)
+        name = name_of(function)
+        flags = 0
+        if profile is None:
+            encoded = encode_call(None if name is not None else function, args, kwargs)
+        else:
+            flags = PROFILED
+            encoded = encode((None if name is not None else function, args, kwargs, profile[0].settings))
+        space = self.references
+        subject: UserReference | OwnedValue
+        if link.rank == self._info.id:
+            subject = space.own(Cell(_shown(name, function), site))
+            creation = space.own_call(subject)
+        else:
+            subject = space.create(link.rank, site)
+            creation = Fork(link.rank, subject.rref, subject.fork, exists=False)
+        noted = None if profile is None else ProfiledCreation(*profile, self._info.id)
+        call = CreationCall(timeout, space, subject, keep, noted)
+        try:
+            encoded, forks = space.depart(encoded, link.rank, link, creation, site)
+        except BaseException as error:
+            call.unsent(error)
+            raise
+        try:
+            link.call_async(flags, name or b"", encoded, call)
+        except ConnectionLostError as error:
+            # The reference exists and says so; the program may never use it.
+            self._after_failed_send(link, forks, error)
+            call.fail(error)
+        except BaseException as error:
+            self._after_failed_send(link, forks, error)
+            call.unsent(error)
+            raise
+        return call
+
+    # What the references need
+
+    def name_of_rank(self, rank: int) -> str:
+        entry = self._find(rank)
+        return f"worker {rank}" if entry is None else entry.name
+
+    def send_batch(self, rank: int, number: int, operations: bytes, call: FutureCall) -> None:
+        encoded = encode_call(None, (self._info.id, number, operations), {})
+        self.link(rank, call.timeout).call_async(SYSTEM, _OPERATE, encoded, call)
+
+    def submit(self, function: Callable[..., None], *args: Any) -> None:
+        self._loop.submit(function, *args)
+
+    def set_alarm(self, when: float) -> None:
+        self._loop.set_alarm(when)
+
+    def nudge(self, when: float) -> None:
+        self._loop.nudge(when)
+
+    def look_after(self, rank: int) -> None:
+        if not self._closed and self.references.concerned_with(rank):
+            self._survival.suspect(rank)
+
+    def look_now(self, rank: int) -> None:
+        """Find out now whether a worker lives, on this thread."""
+        with self._loop.blocked():
+            self._survival.look_now(rank)
 
     def blocked(self) -> Blocked:
         """``with agent.blocked():`` around a wait in a called function, so that its thread counts as free."""
@@ -342,7 +480,7 @@ class Agent:
 
     def _on_alarm(self, now: float) -> float:
         times = [link.expire(now) for link in list(self._links.values())]
-        times.append(self._server.expire(now))
+        times += self._server.expire(now), self.references.expire(now), self._survival.expire(now)
         return min((t for t in times if t), default=0.0)
 
     # State
@@ -350,7 +488,7 @@ class Agent:
     @property
     def idle(self) -> bool:
         """No call of ours is open or being delivered, and no request of others is unanswered."""
-        if self._server.active or self._loop.delivers:
+        if self._server.active or self._loop.delivers or not self.references.settled:
             return False
         return not any(link.open_calls for link in list(self._links.values()))
 
@@ -414,6 +552,8 @@ class Agent:
             links = list(self._links.values())
         if not self._joined.is_set():
             self._secret.remove_file()  # nobody will come any more
+        self._survival.close()
+        self.references.close()
         for link in links:
             link.lose("this worker shut down")
         self._server.close()
@@ -424,8 +564,14 @@ class Agent:
 def value_of(frame: Frame) -> Any:
     """What a call returns for this answer, or raises."""
     if frame.kind == ANSWER:
+        if frame.arrivals is not None:
+            return decode_with(frame.arrivals.items, decode_value, frame.meta, frame.buffers, frame.flags)
         return decode_value(frame.meta, frame.buffers, frame.flags)
     raise decode_failure(frame.meta)
+
+
+def _shown(name: bytes | None, function: Any) -> str:
+    return name.decode() if name else getattr(function, "__qualname__", type(function).__name__)
 
 
 class TorchCall(FutureCall):

@@ -15,13 +15,14 @@ import select
 import threading
 import time
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 from farprop.errors import ConnectionLostError, ProtocolError, RpcTimeoutError
 from farprop.protocol.calls import CallTable
 from farprop.runtime.loop import HANGUP, IN, OUT, SPIN, Loop, Spinner
 from farprop.transport.connection import Connection
 from farprop.wire.codec import Encoded
-from farprop.wire.frames import NOTICE, REQUEST, SYSTEM, Frame
+from farprop.wire.frames import FORKS, NOTICE, REQUEST, SYSTEM, Frame
 
 _log = logging.getLogger("farprop.links")
 
@@ -81,14 +82,36 @@ def timeout_error(peer: str, timeout: float) -> RpcTimeoutError:
     )
 
 
+_E = TypeVar("_E", bound=Exception)
+
+
+def _unsent(error: _E) -> _E:
+    error.unsent = True  # type: ignore[attr-defined]
+    return error
+
+
+def was_sent(error: BaseException) -> bool:
+    """Whether a call that ended with this error may have been sent."""
+    return isinstance(error, RpcTimeoutError | ConnectionLostError) and not hasattr(error, "unsent")
+
+
 class Link:
     """See the module's rules."""
 
-    def __init__(self, loop: Loop, peer: str, on_lost: Callable[[Link, str], None]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        peer: str,
+        rank: int,
+        on_lost: Callable[[Link, str], None],
+        on_forks: Callable[[int, Frame], Any],
+    ) -> None:
         self.peer = peer
+        self.rank = rank
         self.sent = 0
         self._loop = loop
         self._on_lost = on_lost
+        self._on_forks = on_forks
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
         self._calls: CallTable[SyncCall | FutureCall] = CallTable()
@@ -127,7 +150,7 @@ class Link:
         try:
             with self._lock:
                 if self._lost is not None:
-                    raise self._lost_error()
+                    raise _unsent(self._lost_error())
                 self._calls.open(call_id, call, 0.0)
                 if self._reader is not None:
                     self._followers[call] = None
@@ -166,7 +189,7 @@ class Link:
         deadline = _now() + timeout if timeout else 0.0
         with self._lock:
             if self._lost is not None:
-                raise self._lost_error()
+                raise _unsent(self._lost_error())
             nearest = self._calls.open(call_id, call, deadline)
             if self._reader is None:
                 self._loop_reads()
@@ -231,7 +254,7 @@ class Link:
         end = _now() + timeout
         while self._connection.outbox_bytes > _OUTBOX_LIMIT and not self._connection.closed:
             if timeout and _now() > end:
-                raise timeout_error(self.peer, timeout)
+                raise _unsent(timeout_error(self.peer, timeout))
             with self._loop.blocked():
                 poller.poll(20)
 
@@ -302,6 +325,9 @@ class Link:
         for frame in frames:
             if frame.kind == REQUEST:
                 raise ProtocolError("a request where an answer should be")
+            if frame.flags & FORKS:
+                # Also of an answer that nobody waits for any more: what came with it is dropped, not lost.
+                self._on_forks(self.rank, frame)
         with self._lock:
             answered = [(self._calls.answer(frame.call_id), frame) for frame in frames if frame.kind != NOTICE]
         for call, frame in answered:

@@ -95,6 +95,7 @@ class Loop:
         self._watcher_bell = threading.Lock()
         self._watcher_bell.acquire()
         self._watching = False
+        self.home: Any = None  # whose loop this is; for functions that are called by name on its threads
 
     def start(self, on_alarm: Callable[[float], float], on_pause: Callable[[], None]) -> None:
         """``on_alarm(now)`` is called when an alarm is due and returns when to be called next (0: not).
@@ -134,6 +135,11 @@ class Loop:
         """Queue a request. Called by handlers, that is by the thread that will look at the queue next."""
         self._requests.append((function, args))
 
+    def submit_request(self, function: Callable[..., None], *args: Any) -> None:
+        """Queue a request from any thread."""
+        self._requests.append((function, args))
+        self._recruit()
+
     def push_answer(self, function: Callable[..., None], *args: Any) -> None:
         """Queue something that the limit must not hold up. Called by handlers."""
         self._answers.append((function, args))
@@ -150,6 +156,14 @@ class Loop:
         with self._lock:
             if self._alarm and self._alarm <= when:
                 return
+            self._alarm = when
+        self.wake()
+
+    def nudge(self, when: float) -> None:
+        """As ``set_alarm``, for the garbage collector, which may take no lock: an alarm that is set at the same moment
+        may be some milliseconds late.
+        """
+        if not self._alarm or self._alarm > when:
             self._alarm = when
         self.wake()
 

@@ -20,13 +20,18 @@ from farprop.errors import (
     ProtocolError,
     RpcTimeoutError,
 )
+from farprop.ids import WorkerInfo
 from farprop.protocol.handshake import READY, Listener
+from farprop.protocol.references.messages import Fork
+from farprop.protocol.references.records import OwnedValue
+from farprop.runtime.cells import Later
 from farprop.runtime.loop import HANGUP, IN, OUT, STALL, Loop
+from farprop.runtime.references import ReferenceSpace
 from farprop.transport.connection import Connection
 from farprop.transport.sockets import make_ready
-from farprop.wire.codec import Encoded, decode, decode_call, encode, encode_value
+from farprop.wire.codec import Encoded, decode, decode_call, decode_with, encode, encode_value
 from farprop.wire.failures import encode_failure
-from farprop.wire.frames import ANSWER, FAILURE, NOTICE, PROFILED, REQUEST, SYSTEM, Frame
+from farprop.wire.frames import ANSWER, FAILURE, FORKS, NOTICE, PROFILED, REMOTE, REQUEST, SYSTEM, Frame
 from farprop.wire.functions import FunctionNotFound, resolve
 
 _log = logging.getLogger("farprop.serving")
@@ -70,6 +75,21 @@ class Unproven:
             self._server.accept(self, self._machine.peer_identity)
 
 
+class Reply:
+    """Where the answer to a request goes. ``creation`` is what keeps the value, if the caller only wants to refer to it;
+    ``record`` gives what a profile recorded.
+    """
+
+    __slots__ = ("call_id", "connection", "creation", "flags", "record")
+
+    def __init__(self, connection: Connection, flags: int, call_id: int, creation: OwnedValue | None) -> None:
+        self.connection = connection
+        self.flags = flags
+        self.call_id = call_id
+        self.creation = creation
+        self.record: Record | None = None
+
+
 class Server:
     """Accepts connections, lets peers prove themselves, and runs their requests."""
 
@@ -79,9 +99,10 @@ class Server:
         worker: str,
         new_machine: Callable[[], Listener],
         new_connection: Callable[[socket.socket, str, Callable[[Connection], None]], Connection],
-        on_peer: Callable[[bytes], str],
-        on_peer_lost: Callable[[str], None],
+        on_peer: Callable[[bytes], WorkerInfo],
+        on_peer_lost: Callable[[Connection], None],
         run_profiled: Callable[..., tuple[Any, Record]],
+        references: ReferenceSpace,
     ) -> None:
         self.active = 0  # requests that came and are not answered yet
         self._system_active = 0  # the same for farprop's own
@@ -93,6 +114,7 @@ class Server:
         self._on_peer = on_peer
         self._on_peer_lost = on_peer_lost
         self._run_profiled = run_profiled
+        self._references = references
         self.gil_waits: list[float] | None = None  # microseconds, while they are measured
         self._listeners: list[socket.socket] = []
         self._deaf_until = 0.0
@@ -165,7 +187,8 @@ class Server:
             _log.warning("refused a connection to %s: %s", self._worker, error)
             sock.close()
             return
-        connection = self._new_connection(sock, peer, self._want_output)
+        connection = self._new_connection(sock, peer.name, self._want_output)
+        connection.rank = peer.id
         self._connections[connection.fd] = connection
         self._loop.add(connection.fd, IN | HANGUP, lambda mask: self._on_events(connection, mask))
 
@@ -195,24 +218,53 @@ class Server:
             if frame.kind == REQUEST:
                 self._count(frame.flags, 1)
                 late = now + frame.seconds if frame.seconds else 0.0
-                self._loop.push_request(self._run, connection, frame, late)
+                if frame.flags & FORKS:
+                    self._take_references(connection, frame, late)
+                else:
+                    self._loop.push_request(self._run, connection, frame, late)
             elif frame.kind != NOTICE:
                 _log.error("closed the connection from %s: frame kind %d", connection.peer, frame.kind)
                 self._close(connection)
                 return
 
+    def _take_references(self, connection: Connection, frame: Frame, late: float) -> None:
+        """A request with references runs when their owners count them."""
+        try:
+            unconfirmed = self._references.arrive(connection.rank, frame)
+        except Exception as error:
+            _log.error("closed the connection from %s to %s: %s", connection.peer, self._worker, error)
+            self._count(frame.flags, -1)
+            self._close(connection)
+            return
+        if unconfirmed:
+            self._references.when_confirmed(
+                unconfirmed, lambda: self._loop.submit_request(self._run, connection, frame, late)
+            )
+        else:
+            self._loop.push_request(self._run, connection, frame, late)
+
+    def close_connections_of(self, rank: int) -> None:
+        for connection in [c for c in list(self._connections.values()) if c.rank == rank]:
+            self._close(connection)
+
     def _close(self, connection: Connection) -> None:
         self._loop.remove(connection.fd)
         if self._connections.pop(connection.fd, None) is not None and connection.close():
-            self._on_peer_lost(connection.peer)
+            self._on_peer_lost(connection)
 
     # Running requests
 
     def _run(self, connection: Connection, frame: Frame, late: float) -> None:
         started = _now()
-        name, flags, call_id = frame.name, frame.flags, frame.call_id
+        name, flags = frame.name, frame.flags
+        reply = Reply(connection, flags, frame.call_id, None)
+        if frame.arrivals is not None:
+            reply.creation = frame.arrivals.creation
+            if flags & REMOTE and reply.creation is None:
+                self._send_failure(reply, ConnectionLostError("its caller has given this call up as lost"))
+                return
         if late and started > late:
-            self._fail(connection, flags, call_id, _too_late(frame.seconds))
+            self._fail(reply, _too_late(frame.seconds))
             return
         if name not in self._quick:
             self.uncork()
@@ -222,58 +274,75 @@ class Server:
             self._measure_gil(self.gil_waits)
         settings = None
         try:
-            if name and not flags & PROFILED:
+            if frame.arrivals is not None:
+                function, args, kwargs, settings = decode_with(frame.arrivals.items, self._decode, frame)
+            elif name and not flags & PROFILED:
                 args, kwargs = decode_call(frame.meta, frame.buffers, flags)
-            elif not flags & PROFILED:
-                function, args, kwargs = decode(frame.meta, frame.buffers)
             else:
-                function, args, kwargs, settings = decode(frame.meta, frame.buffers)
+                function, args, kwargs, settings = self._decode(frame)
             if name:
                 function = resolve(name)
         except FunctionNotFound as error:
-            self._fail(connection, flags, call_id, error)
+            self._fail(reply, error)
             return
         except BaseException as error:
             error.add_note(f"{self._worker} could not decode the call's arguments.")
-            self._fail(connection, flags, call_id, error)
+            self._fail(reply, error)
             return
         del frame  # with it the arguments' buffers, as soon as the function lets go of them
         try:
-            record = None
             if settings is not None:
-                value, record = self._run_profiled(settings, function, args, kwargs)
+                value, reply.record = self._run_profiled(settings, function, args, kwargs)
             else:
                 value = function(*args, **kwargs)
         except BaseException as error:
             if name.startswith(b"torch:") and isinstance(error, TypeError):
                 error = _operator_error(function, args, kwargs) or error
             _log.warning("%s: %s raised %r", self._worker, _show(function, name), error, exc_info=error)
-            self._fail(connection, flags, call_id, error)
+            self._fail(reply, error)
             return
         finally:
             args, kwargs = (), {}
             if name:
                 self._remember(name, _now() - started)
         if hasattr(function, "_wrapped_async_rpc_function"):
-            self._answer_later(connection, flags, call_id, value, record)
-        elif type(value) is CoroutineType:
-            self._coroutines.run(
-                value,
-                lambda result: self._answer(connection, flags, call_id, result, record),
-                lambda error: self._fail(connection, flags, call_id, error),
-            )
+            self._answer_later(reply, value)
         else:
-            self._answer(connection, flags, call_id, value, record)
+            self._answer_with(reply, value)
 
-    def _answer_later(
-        self, connection: Connection, flags: int, call_id: int, value: Any, record: Record | None
-    ) -> None:
+    def _decode(self, frame: Frame) -> tuple[Any, Any, Any, Any]:
+        """The function (None if it goes by its name), its arguments, and the settings of a profile."""
+        if frame.flags & PROFILED:
+            return decode(frame.meta, frame.buffers)  # type: ignore[no-any-return]
+        if frame.name:
+            return None, *decode_call(frame.meta, frame.buffers, frame.flags), None
+        return *decode(frame.meta, frame.buffers), None
+
+    def _answer_with(self, reply: Reply, value: Any) -> None:
+        """Answer with a value, or once there is one."""
+        kind = type(value)
+        if kind is CoroutineType:
+            self._coroutines.run(
+                value, lambda result: self._answer(reply, result), lambda error: self._fail(reply, error)
+            )
+        elif kind is Later:
+            value.subscribe(lambda: self._loop.submit_request(self._resume, reply, value))
+        else:
+            self._answer(reply, value)
+
+    def _resume(self, reply: Reply, later: Later) -> None:
+        try:
+            value = later.resume()
+        except BaseException as error:
+            self._fail(reply, error)
+        else:
+            self._answer_with(reply, value)
+
+    def _answer_later(self, reply: Reply, value: Any) -> None:
         """A function decorated with ``async_execution``: its thread is free until its future is done."""
         if not isinstance(value, _Future):
             self._fail(
-                connection,
-                flags,
-                call_id,
+                reply,
                 RuntimeError(
                     "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
                     f"this one returned {type(value).__name__}. Return a Future, or drop the decorator."
@@ -285,43 +354,63 @@ class Server:
             try:
                 result = future.wait()
             except BaseException as error:
-                self._fail(connection, flags, call_id, error)
+                self._fail(reply, error)
             else:
-                self._answer(connection, flags, call_id, result, record)
+                self._answer(reply, result)
 
         value.add_done_callback(done)
 
-    def _answer(self, connection: Connection, flags: int, call_id: int, value: Any, record: Record | None) -> None:
+    def _answer(self, reply: Reply, value: Any) -> None:
+        if reply.creation is not None:
+            reply.creation.cell.fill(value)
+            value = None
+        forks: list[Fork] = []
+        connection, record = reply.connection, reply.record
         try:
             encoded = encode_value(value) if record is None else encode((value, record()))
+            if encoded.travellers:
+                encoded, forks = self._references.depart(encoded, connection.rank, connection)
         except BaseException as error:
             error.add_note(f"{self._worker} could not encode the function's result, a {type(value).__name__}.")
-            self._fail(connection, flags, call_id, error)
+            self._fail(reply, error)
             return
         del value
-        self._send(connection, ANSWER, flags, call_id, encoded)
+        self._send(reply, ANSWER, encoded, forks)
 
-    def _fail(self, connection: Connection, flags: int, call_id: int, error: BaseException) -> None:
+    def _fail(self, reply: Reply, error: BaseException) -> None:
+        if reply.creation is None:
+            self._send_failure(reply, error)
+        else:
+            # The reference is there; whoever uses it gets the error.
+            creation, reply.creation = reply.creation, None
+            creation.cell.fail(error)
+            self._answer(reply, None)
+
+    def _send_failure(self, reply: Reply, error: BaseException) -> None:
         encoded = encode_failure(error, self._worker)
         if len(encoded.meta) > _LARGEST_FAILURE:
             short = RuntimeError(f"{type(error).__qualname__} was raised, and is too large to be sent")
             encoded = encode_failure(short, self._worker)
-        self._send(connection, FAILURE, flags, call_id, encoded)
+        self._send(reply, FAILURE, encoded, [])
 
-    def _send(self, connection: Connection, kind: int, flags: int, call_id: int, encoded: Encoded) -> None:
+    def _send(self, reply: Reply, kind: int, encoded: Encoded, forks: list[Fork]) -> None:
+        connection, flags = reply.connection, reply.flags
         # Only the holder of the baton lets answers wait: if what it runs next is slow after all, the watcher sees it.
         more = self._loop.requests_wait and self._loop.holds_baton()
         try:
-            connection.send(kind, flags & PROFILED, call_id, 0.0, b"", encoded, more)
+            connection.send(kind, flags & PROFILED, reply.call_id, 0.0, b"", encoded, more)
             if more:
                 self._corked.add(connection)
                 more = self._loop.requests_wait
         except ConnectionLostError as error:
             _log.info("the answer to %s is lost: %s", connection.peer, error)
+            if forks:
+                self._references.route_lost(connection, connection.rank)
         except FarpropError as error:
+            self._references.not_sent(forks)
             if kind == FAILURE:
                 raise
-            connection.send(FAILURE, 0, call_id, 0.0, b"", encode_failure(error, self._worker))
+            connection.send(FAILURE, 0, reply.call_id, 0.0, b"", encode_failure(error, self._worker))
         finally:
             self._count(flags, -1)
             if not more:

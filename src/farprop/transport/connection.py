@@ -57,6 +57,7 @@ class Connection:
         on_returned: Callable[[], None],
     ) -> None:
         self.peer = peer
+        self.rank = -1  # the peer's, where it dialled us
         self.fd = sock.fileno()
         self.closed = False
         self.outbox_bytes = 0

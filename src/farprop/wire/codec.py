@@ -1,14 +1,16 @@
 """``encode`` and ``decode``: any object to a pickle and large buffers, and back.
 
 Plain pickle first, because it is fast. What it can't name (lambdas, closures, local classes) is encoded
-again with cloudpickle.
+again with cloudpickle. A class that has ``_reduce_for_call(pickler)`` says by it how it travels in calls, and only there.
+Objects that it adds to the pickler's ``travellers`` travel in front of the pickle, and ``arrival`` finds them.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,15 +27,20 @@ _MAX_PLAIN = 8
 
 
 class Encoded:
-    """One encoded object: the pickle, the buffers beside it, what keeps their memory alive, and flags for its frame."""
+    """One encoded object: the pickle, the buffers beside it, what keeps their memory alive, flags for its frame, and
+    what has to travel in front of it.
+    """
 
-    __slots__ = ("buffers", "flags", "keep", "meta")
+    __slots__ = ("buffers", "flags", "keep", "meta", "travellers")
 
-    def __init__(self, meta: bytes, buffers: list[memoryview], keep: Any, flags: int = 0) -> None:
+    def __init__(
+        self, meta: bytes, buffers: list[memoryview], keep: Any, flags: int = 0, travellers: Sequence[Any] = ()
+    ) -> None:
         self.meta = meta
         self.buffers = buffers
         self.keep = keep
         self.flags = flags
+        self.travellers = travellers
 
 
 class _Reductions:
@@ -41,6 +48,14 @@ class _Reductions:
 
     sent: dict[int, Sent] | None = None
     whole: frozenset[int] | None = None
+    travellers: list[Any] | tuple[()] = ()
+
+    def travel(self, obj: Any) -> int:
+        """Have ``obj`` travel in front of the pickle; its place there."""
+        if isinstance(self.travellers, tuple):
+            self.travellers = []
+        self.travellers.append(obj)
+        return len(self.travellers) - 1
 
     def reduce(self, obj: Any) -> Any:
         if type(obj) is _Tensor:
@@ -53,6 +68,9 @@ class _Reductions:
             return _load_script_module, (_save_script_module(obj),)
         if isinstance(obj, torch._C.ScriptMethod):
             return getattr, (torch.jit._recursive.wrap_cpp_module(obj.owner), obj.name)
+        for_call = getattr(type(obj), "_reduce_for_call", None)
+        if for_call is not None:
+            return for_call(obj, self)
         return NotImplemented
 
 
@@ -114,6 +132,29 @@ def decode(meta: bytes | bytearray | memoryview, buffers: Sequence[Any] = ()) ->
     return _loads(meta, buffers=buffers)
 
 
+class _Arriving(threading.local):
+    """What travelled in front of the pickle that this thread decodes."""
+
+    items: Sequence[Any] = ()
+
+
+_arriving = _Arriving()
+
+
+def arrival(place: int) -> Any:
+    """Called while a pickle is decoded: what travelled at this place in front of it."""
+    return _arriving.items[place]
+
+
+def decode_with(items: Sequence[Any], decoder: Callable[..., Any], *args: Any) -> Any:
+    """Call one of the decoders for a pickle that these travelled in front of."""
+    outer, _arriving.items = _arriving.items, items
+    try:
+        return decoder(*args)
+    finally:
+        _arriving.items = outer
+
+
 def _encode(pickler_type: Any, obj: Any, whole: frozenset[int] | None = None) -> Encoded:
     file = io.BytesIO()
     large: list[pickle.PickleBuffer] = []
@@ -133,8 +174,8 @@ def _encode(pickler_type: Any, obj: Any, whole: frozenset[int] | None = None) ->
     except SpanTooShort as short:
         return _encode(pickler_type, obj, (whole or frozenset()) | {short.storage})
     if not large:
-        return Encoded(file.getvalue(), [], None)
-    return Encoded(file.getvalue(), [b.raw() for b in large], (pickler.sent, large))
+        return Encoded(file.getvalue(), [], None, 0, pickler.travellers)
+    return Encoded(file.getvalue(), [b.raw() for b in large], (pickler.sent, large), 0, pickler.travellers)
 
 
 def _cloud_pickler() -> Any:

@@ -23,7 +23,7 @@ def encode_failure(error: BaseException, worker: str) -> Encoded:
         try:
             # The traceback's frames stay here; a note from an earlier hop travels on.
             encoded = encode(error)
-            pickled = None if encoded.buffers else encoded.meta
+            pickled = None if encoded.buffers or encoded.travellers else encoded.meta
         except Exception:
             pickled = None
     return encode((pickled, f"{kind.__module__}.{kind.__qualname__}", shown, text, worker))

@@ -25,7 +25,9 @@ SYSTEM = 1  # flag of a request: farprop's own, not counted as work of the user
 PROFILED = 2  # flag of a request: record the operators it runs; of an answer: their record is beside the value
 FORGET = 4  # flag of a notice: the numbers are segments that the sender dropped
 PLAIN = 8  # flag of a request or an answer: the pickle is of wire/plain.py
-_FLAGS = SYSTEM | PROFILED | FORGET | PLAIN
+FORKS = 16  # flag of a request or an answer: references are listed in front of the pickle
+REMOTE = 32  # flag of a request: keep the value, which the first of those references is to
+_FLAGS = SYSTEM | PROFILED | FORGET | PLAIN | FORKS | REMOTE
 
 # kind, flags, buffers, name length, give-backs, call id, seconds left (0: no deadline), pickle length
 _HEADER = struct.Struct("<BBHHHQdQ")
@@ -39,9 +41,11 @@ _SMALL = 64 * 1024
 
 
 class Frame:
-    """One received frame. ``buffers`` holds memory, or (as read from the stream) a segment's number and a length."""
+    """One received frame. ``buffers`` holds memory, or (as read from the stream) a segment's number and a length;
+    ``arrivals`` what the runtime made of the references in front of the pickle.
+    """
 
-    __slots__ = ("buffers", "call_id", "flags", "gives", "kind", "meta", "name", "seconds")
+    __slots__ = ("arrivals", "buffers", "call_id", "flags", "gives", "kind", "meta", "name", "seconds")
 
     def __init__(
         self,
@@ -62,6 +66,7 @@ class Frame:
         self.meta = meta
         self.gives = gives
         self.buffers = buffers
+        self.arrivals: Any = None
 
 
 def pack(

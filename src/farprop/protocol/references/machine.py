@@ -69,6 +69,9 @@ class References:
     def unsent(self, reference: UserReference) -> None:
         """The call was never sent."""
         if reference.state in (User.CREATING, User.CREATING_DROPPED):
+            if reference.shared:
+                # Those it was passed to may have the owner wait for the call.
+                self._post(reference.owner, Operation(Kind.RECALL, reference.rref, reference.fork))
             self._user_event(reference, UserEvent.UNSENT)
 
     def drop(self, reference: UserReference) -> None:
@@ -84,6 +87,7 @@ class References:
             made = Fork(self.me, source.rref, fork, exists=True)
         else:
             source.children.add(fork)
+            source.shared = True
             made = Fork(source.owner, source.rref, fork, source.exists)
         self.passed[fork] = Passed(to, source, route)
         if to in self.dead:
@@ -142,6 +146,7 @@ class References:
             value.accepts[fork.fork] = sender
         else:
             self._post(sender, Operation(Kind.ACCEPT, fork.rref, fork.fork))
+            self._free_if_unused(value)
         return value
 
     def _find_or_await(self, rref: GlobalId, exists: bool) -> OwnedValue | None:

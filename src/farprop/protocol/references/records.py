@@ -19,7 +19,7 @@ from farprop.protocol.references.states import (
 class UserReference:
     """A reference to a value of another worker."""
 
-    __slots__ = ("cell", "children", "exists", "fork", "owner", "parent", "rref", "state")
+    __slots__ = ("cell", "children", "exists", "fork", "owner", "parent", "rref", "shared", "state")
 
     def __init__(self, owner: int, rref: GlobalId, fork: GlobalId, parent: int, state: User, exists: bool) -> None:
         self.owner = owner
@@ -29,6 +29,7 @@ class UserReference:
         self.state = state
         self.exists = exists
         self.children: set[GlobalId] = set()  # forks that were passed on and are not known to be counted
+        self.shared = False  # it was passed on
         self.cell: Any = None  # the runtime's
 
     def move(self, event: UserEvent) -> None:

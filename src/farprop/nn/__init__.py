@@ -1,0 +1,5 @@
+"""Modules on other workers: ``RemoteModule``, a drop-in for that of ``torch.distributed.nn``."""
+
+from farprop.nn.remote_module import RemoteModule
+
+__all__ = ["RemoteModule"]

@@ -1,0 +1,307 @@
+"""``RemoteModule``: a module that lives on another worker, and a stand-in for it here."""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Callable
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import nn
+from torch.distributed.remote_device import _remote_device
+from torch.utils._pytree import tree_map_only
+
+import farprop.rpc as rpc
+from farprop.nn.scripting import boxed, interface_type, methods_of
+
+__all__ = ["RemoteModule"]
+
+_log = logging.getLogger("farprop.nn")
+
+# What a RemoteModule has at the other end of a call; also the order.
+_REMOTE_MODULE_PICKLED_ATTRIBUTES = (
+    "on",
+    "device",
+    "is_device_map_set",
+    "is_scriptable",
+    "_module_interface_cls",
+    "module_rref",
+)
+
+# What it need not have there, because it is made again, or only when it is used.
+_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING = (
+    *vars(nn.Module()),
+    "forward_async",
+    "forward",
+    "_caller",
+    "_interface_name",
+    "__overloads__",
+)
+
+# What modules can do and a RemoteModule can't, because what it would do it to is elsewhere.
+_UNSUPPORTED = (
+    "register_buffer",
+    "register_parameter",
+    "add_module",
+    "apply",
+    "cuda",
+    "ipu",
+    "xpu",
+    "cpu",
+    "type",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "to",
+    "register_backward_hook",
+    "register_forward_pre_hook",
+    "register_forward_hook",
+    "state_dict",
+    "load_state_dict",
+    "parameters",
+    "named_parameters",
+    "buffers",
+    "named_buffers",
+    "children",
+    "named_children",
+    "modules",
+    "named_modules",
+    "requires_grad_",
+    "zero_grad",
+    "share_memory",
+    "extra_repr",
+)
+_INSTEAD = {"parameters": ". Please use ``remote_parameters`` instead."}
+
+
+class _Caller:
+    """Calls the module behind a reference.
+
+    The ``forward`` of a RemoteModule is bound to this and not to the RemoteModule, which would then be part of a cycle:
+    the remote module would live until the garbage collector comes by.
+    """
+
+    def __init__(self, module_rref: Any, device: str) -> None:
+        self._module_rref = module_rref
+        self._device = device
+
+    def forward_async(self, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
+        return rpc.rpc_async(self._module_rref.owner(), _run_forward, self._arguments(args, kwargs))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return rpc.rpc_sync(self._module_rref.owner(), _run_forward, self._arguments(args, kwargs))
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        return self._module_rref, self._device, args, kwargs
+
+
+class _RemoteModule(nn.Module):
+    """A RemoteModule that may be given an interface.
+
+    Args:
+        _module_interface_cls: a class decorated with ``torch.jit.interface``. The module is compiled on its worker, and
+            the RemoteModule can be compiled with ``torch.jit.script``, alone or as a part of another module.
+    """
+
+    # Compiled modules of one class and with attributes of the same types share their code, unless a constant differs.
+    __constants__ = ["_interface_name"]
+    _interface_name = ""
+    # The compiler does not look at these, and gives them to the compiled module as they are.
+    __jit_ignored_attributes__ = ["module_rref"]
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: Callable[..., nn.Module],
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        _module_interface_cls: Any = None,
+    ) -> None:
+        super().__init__()
+        on, device = _place(remote_device)
+        creation = (module_cls, tuple(args or ()), kwargs or {}, device, _module_interface_cls)
+        if _module_interface_cls is not None:
+            methods_of(_module_interface_cls)  # refuses what is not an interface before anything is made
+        self._set_up(on, device, _module_interface_cls, rpc.remote(on, _create_module, creation))
+
+    @staticmethod
+    def init_from_module_rref(remote_device: str, module_rref: Any, _module_interface_cls: Any = None) -> RemoteModule:
+        """Another RemoteModule for a module that exists already.
+
+        Args:
+            remote_device: where the module is, as for the constructor.
+            module_rref: a reference to the module, say from ``get_module_rref``.
+        """
+        remote_module = RemoteModule.__new__(RemoteModule)
+        nn.Module.__init__(remote_module)
+        remote_module._set_up(*_place(remote_device), _module_interface_cls, module_rref)
+        return remote_module
+
+    def _set_up(self, on: str | int, device: str, interface: Any, module_rref: Any) -> None:
+        self.on = on
+        self.device = device
+        self.is_device_map_set = False  # device maps are accepted and not used yet
+        self.is_scriptable = interface is not None
+        self._module_interface_cls = interface
+        self.module_rref = module_rref
+        caller = _Caller(module_rref, device)
+        if interface is None:
+            self.forward_async = caller.forward_async
+            self.forward = caller.forward
+            return
+        methods = methods_of(interface)
+        self.forward_async = types.MethodType(methods.forward_async, caller)
+        self.forward = types.MethodType(methods.forward, caller)
+        self._caller = boxed(caller)
+        self._interface_name = interface.__torch_script_interface__
+
+    def remote_parameters(self, recurse: bool = True) -> list[Any]:
+        """References to the module's parameters; without those of its submodules if ``recurse`` is false."""
+        return rpc.rpc_sync(self.module_rref.owner(), _parameter_rrefs, (self.module_rref, recurse))  # type: ignore[no-any-return]
+
+    def get_module_rref(self) -> Any:
+        """The reference to the module."""
+        return self.module_rref
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the module, on its worker, to training or to evaluation."""
+        rpc.rpc_sync(self.module_rref.owner(), _train, (self.module_rref, mode))
+        return self
+
+    def eval(self) -> Self:
+        """The same as ``train(False)``."""
+        return self.train(False)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(on={self.on!r}, device={self.device!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        # One that came in a call gets the attributes that all modules have when they are first looked for.
+        if "_modules" not in self.__dict__:
+            nn.Module.__init__(self)
+            return getattr(self, name)
+        return super().__getattr__(name)
+
+    # Pickling. torch.jit.script compiles the first two.
+
+    @torch.jit.export
+    def __getstate__(self) -> None:
+        raise RuntimeError(
+            "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC"
+        )
+
+    @torch.jit.export
+    def __setstate__(self, state: None) -> None:
+        raise RuntimeError(
+            "Cannot unpickle RemoteModule in python pickler. RemoteModule can only be unpickled when using RPC"
+        )
+
+    @torch.jit.ignore  # type: ignore[untyped-decorator]
+    def save_to_buffer(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """What a call, or ``torch.jit.save``, asks of a compiled module."""
+        raise RuntimeError(
+            "Passing a script RemoteModule over RPC is not supported. Pass its module_rref, and make another one of it "
+            "there, with RemoteModule.init_from_module_rref."
+        )
+
+    def _reduce_for_call(self, pickler: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        known = {*_REMOTE_MODULE_PICKLED_ATTRIBUTES, *_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING}
+        for name in vars(self).keys() - known:
+            _log.warning("The attribute %s of a RemoteModule is not sent with it.", name)
+        return _receive, (type(self), self.on, self.device, self._module_interface_cls, self.module_rref)
+
+
+class RemoteModule(_RemoteModule):
+    """A module on another worker.
+
+    ``forward`` runs there and returns the result, and so does a call of the RemoteModule. ``forward_async`` returns a
+    future. A RemoteModule may be passed in calls, and stands for the same module then. Most other methods of modules
+    are not supported.
+
+    Args:
+        remote_device: ``"worker1/cuda:0"``, ``"rank:1/cuda:0"``, or without the device for the CPU. A device alone is
+            one of this worker.
+        module_cls: a class, or a function, that makes the module when it is called on that worker.
+        args: its arguments.
+        kwargs: its named arguments.
+
+    If the module is not on the CPU, tensors that are given to it are moved to its device, and its results to the CPU.
+    What ``module_cls`` raises is raised when the module is first used.
+    """
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: Callable[..., nn.Module],
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(remote_device, module_cls, args, kwargs)
+
+
+def _unsupported(name: str) -> Callable[..., NoReturn]:
+    def method(self: _RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError(f"Method ``{name}`` not supported for RemoteModule{_INSTEAD.get(name, '')}")
+
+    method.__name__ = name
+    method.__qualname__ = f"{_RemoteModule.__qualname__}.{name}"
+    method.__doc__ = "Not supported."
+    return method
+
+
+for _name in _UNSUPPORTED:
+    setattr(_RemoteModule, _name, _unsupported(_name))
+
+
+def _place(remote_device: str) -> tuple[str | int, str]:
+    """The worker and the device that are meant."""
+    place = _remote_device(remote_device)
+    name, rank = place.worker_name(), place.rank()
+    on = rank if name is None else name
+    info = rpc.get_worker_info(on)  # raises if there is no such worker
+    return info.name if on is None else on, str(place.device())
+
+
+def _receive(cls: type[_RemoteModule], *attributes: Any) -> _RemoteModule:
+    remote_module = cls.__new__(cls)
+    remote_module._set_up(*attributes)
+    return remote_module
+
+
+# What runs on the module's worker.
+
+
+def _create_module(
+    module_cls: Callable[..., nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], device: str, interface: Any
+) -> nn.Module:
+    module = module_cls(*args, **kwargs)
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
+            f"but it returns an instance of {type(module)}."
+        )
+    module.to(device)
+    if interface is None:
+        return module
+    compiled = torch.jit.script(module)
+    if not compiled._c._type().isSubtypeOf(interface_type(interface)):
+        raise ValueError(f"{type(module)} does not implement {interface}: a method is missing or its types differ.")
+    return compiled
+
+
+def _run_forward(module_rref: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    module = module_rref.local_value()
+    if torch.device(device).type == "cpu":
+        return module(*args, **kwargs)
+    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+    return tree_map_only(torch.Tensor, torch.Tensor.cpu, module(*args, **kwargs))
+
+
+def _parameter_rrefs(module_rref: Any, recurse: bool) -> list[Any]:
+    return [rpc.RRef(parameter) for parameter in module_rref.local_value().parameters(recurse)]
+
+
+def _train(module_rref: Any, mode: bool) -> None:
+    module_rref.local_value().train(mode)

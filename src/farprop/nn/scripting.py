@@ -1,0 +1,112 @@
+"""``forward`` and ``forward_async`` of a RemoteModule, as an interface declares them, for ``torch.jit.script``.
+
+Compiled, they call back into Python, because TorchScript does not know our references and futures. It carries them in
+*boxes*: futures that are done, and into which it does not look.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+from collections.abc import Callable
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union  # noqa: UP035
+
+import torch
+from torch._jit_internal import Future, export, ignore
+
+
+class Methods(NamedTuple):
+    """The two methods. ``self`` is what to call, or the compiled module, which has it in its box ``_caller``."""
+
+    forward_async: Callable[..., Any]
+    forward: Callable[..., Any]
+
+
+# The request leaves on the caller's thread, in the order of the program. What is forked only waits for the answer.
+_SOURCE = """\
+def _start(_caller: Future[Any], {parameters}) -> Future[Any]:
+    return _boxed(_caller.value().forward_async({names}))
+
+
+def _finish(_answer: Future[Any]) -> {result}:
+    return _answer.value().wait()
+
+
+def forward_async(self, {parameters}) -> Future[{result}]:
+    if torch.jit.is_scripting():
+        return torch.jit.fork(_finish, _start(self._caller, {names}))
+    return self.forward_async({names})
+
+
+def forward(self, {parameters}) -> {result}:
+    if torch.jit.is_scripting():
+        return _finish(_start(self._caller, {names}))
+    return self.forward({names})
+"""
+
+
+def boxed(value: Any) -> torch.jit.Attribute:
+    """An attribute of a module that keeps its value, whatever it is, when the module is compiled."""
+    return torch.jit.Attribute(_boxed(value), Future[Any])
+
+
+@functools.cache
+def methods_of(interface: Any) -> Methods:
+    """The methods for an interface, with the parameters of its ``forward``."""
+    schema = interface_type(interface).getMethod("forward")
+    if schema is None:
+        raise ValueError(f"{interface} has no method forward, which a RemoteModule needs. Declare it there.")
+    arguments = schema.arguments[1:]  # the first is self
+    source = _SOURCE.format(
+        parameters=", ".join(f"{argument.name}: {argument.type.annotation_str}" for argument in arguments),
+        names=", ".join(argument.name for argument in arguments),
+        result=schema.returns[0].type.annotation_str,
+    )
+    file = f"<forward of {interface.__torch_script_interface__}>"
+    # The compiler reads the source there.
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    names: dict[str, Any] = dict(_NAMES)
+    try:
+        exec(compile(source, file, "exec", dont_inherit=True), names)
+    except NameError as error:
+        raise ValueError(
+            f"forward of {interface} takes or returns objects of a class. Use Tensor, int, float, bool, str and None, "
+            "and Tuple, List, Dict, Optional and Union of them."
+        ) from error
+    for name in ("_start", "_finish"):
+        names[name] = ignore(names[name])
+    for name in Methods._fields:
+        names[name].__defaults__ = interface.forward.__defaults__  # the schema has none
+    return Methods(*(export(names[name]) for name in Methods._fields))
+
+
+def interface_type(interface: Any) -> Any:
+    """The compiler's type for a class that is decorated with ``torch.jit.interface``."""
+    name = getattr(interface, "__torch_script_interface__", None)
+    if name is None:
+        raise ValueError(f"{interface} is not an interface. Decorate the class with @torch.jit.interface.")
+    return torch.jit._state._python_cu.get_interface(name)
+
+
+def _boxed(value: Any) -> torch.futures.Future[Any]:
+    box: torch.futures.Future[Any] = torch.futures.Future()
+    box.set_result(value)
+    return box
+
+
+# What the source refers to; types are spelled as the compiler spells them.
+_NAMES = {
+    "__name__": __name__,
+    "_boxed": _boxed,
+    "torch": torch,
+    "Any": Any,
+    "Device": torch.device,
+    "Dict": Dict,  # noqa: UP006
+    "Future": Future,
+    "List": List,  # noqa: UP006
+    "NoneType": type(None),
+    "Optional": Optional,
+    "Tensor": torch.Tensor,
+    "Tuple": Tuple,  # noqa: UP006
+    "Union": Union,
+}

@@ -1,0 +1,105 @@
+"""A value that an owner keeps for others, from before it is there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from farprop.runtime.loop import loop_of_this_thread
+
+
+class Cell:
+    """Filled once, with a value or an exception. ``site`` and ``maker`` say where it comes from, for those who look."""
+
+    __slots__ = (
+        "_callbacks",
+        "_lock",
+        "_traceback",
+        "broken_off",
+        "created",
+        "done",
+        "error",
+        "maker",
+        "site",
+        "value",
+    )
+
+    def __init__(self, maker: str, site: str) -> None:
+        self.maker = maker
+        self.site = site
+        self.created = time.time()
+        self.done = False
+        self.broken_off = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self._traceback: TracebackType | None = None
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+
+    def fill(self, value: Any) -> None:
+        self._finish(value, None)
+
+    def fail(self, error: BaseException) -> None:
+        self._finish(None, error)
+
+    def break_off(self, error: BaseException) -> None:
+        """As ``fail``, and also if a value has come meanwhile: the call that should have made it is over for its caller."""
+        with self._lock:
+            self.broken_off = True
+            if self.done:
+                self.value, self.error, self._traceback = None, error, None
+                return
+        self._finish(None, error)
+
+    def _finish(self, value: Any, error: BaseException | None) -> None:
+        with self._lock:
+            if self.done:
+                return
+            self.value, self.error, self.done = value, error, True
+            self._traceback = None if error is None else error.__traceback__
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call it once the cell is filled: now, or on the thread that fills it."""
+        with self._lock:
+            if not self.done:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until it is filled; False if ``timeout`` seconds (0: no limit) were not enough."""
+        if self.done:
+            return True
+        bell = threading.Lock()
+        bell.acquire()
+        self.when_done(bell.release)
+        loop = loop_of_this_thread()
+        if loop is None:
+            return bell.acquire(timeout=timeout or -1)
+        with loop.blocked():
+            return bell.acquire(timeout=timeout or -1)
+
+    def get(self) -> Any:
+        """The value; raises the exception. Only when it is done."""
+        if self.error is not None:
+            raise self.error.with_traceback(self._traceback)  # else it would grow with every raise
+        return self.value
+
+
+class Later:
+    """What a function of farprop's returns on the callee when it has to wait first.
+
+    ``subscribe(callback)`` calls back when the wait is over; then ``resume()`` gives the result.
+    """
+
+    __slots__ = ("resume", "subscribe")
+
+    def __init__(self, subscribe: Callable[[Callable[..., None]], None], resume: Callable[[], Any]) -> None:
+        self.subscribe = subscribe
+        self.resume = resume

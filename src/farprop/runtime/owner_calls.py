@@ -1,0 +1,54 @@
+"""What users of references call on their owners, found there by name. They run on threads of the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from farprop.ids import GlobalId
+from farprop.runtime.cells import Cell, Later
+from farprop.runtime.loop import loop_of_this_thread
+from farprop.runtime.references import ReferenceSpace
+
+
+def _space() -> ReferenceSpace:
+    loop = loop_of_this_thread()
+    assert loop is not None, "this runs on threads of the pool only"
+    return loop.home  # type: ignore[no-any-return]
+
+
+def _when_done(cell: Cell, then: Callable[[], Any]) -> Any:
+    return then() if cell.done else Later(cell.when_done, then)
+
+
+def operate(sender: int, number: int, operations: bytes) -> bytes:
+    """Do a batch of operations on references."""
+    return _space().operate(sender, number, operations)
+
+
+def fetch(created_on: int, local_id: int, exists: bool) -> Any:
+    """The value of a reference, for ``to_here``."""
+    cell = _space().cell_of(GlobalId(created_on, local_id), exists)
+    # Where the function that makes the value raised, that was logged; it is not logged again for every fetch.
+    return cell.value if cell.done and cell.error is None else Later(cell.when_done, cell.get)
+
+
+def invoke(created_on: int, local_id: int, exists: bool, method: str, args: Any, kwargs: Any) -> Any:
+    """Call a method of the value, for the proxies."""
+    cell = _space().cell_of(GlobalId(created_on, local_id), exists)
+    return _when_done(cell, partial(invoke_on, cell, method, args, kwargs))
+
+
+def invoke_on(cell: Cell, method: str, args: Any, kwargs: Any) -> Any:
+    function = getattr(cell.get(), method)
+    result = function(*args, **kwargs)
+    if hasattr(function, "_wrapped_async_rpc_function"):
+        return Later(lambda done: result.add_done_callback(lambda _: done()), result.wait)
+    return result
+
+
+def _rref_typeof_on_owner(created_on: int, local_id: int, exists: bool) -> Any:
+    """The type of the value. Torch's profiles show the call under this name."""
+    cell = _space().cell_of(GlobalId(created_on, local_id), exists)
+    return _when_done(cell, lambda: type(cell.get()))

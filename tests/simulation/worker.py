@@ -1,0 +1,306 @@
+"""A worker: the machine under test, and around it what a runtime does with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from farprop.ids import GlobalId
+from farprop.protocol.references.machine import References
+from farprop.protocol.references.messages import Batch, Fork, Reply
+from farprop.protocol.references.records import Happening, OwnedValue, UserReference
+from farprop.protocol.references.states import USABLE, User
+from tests.simulation import checks
+from tests.simulation.ledger import ForkStory, ValueStory
+from tests.simulation.network import Connection, Letter
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+RETRY = 0.2  # seconds until a batch without a reply is sent again
+LATER = 0.005
+
+
+class Call:
+    """A call. It may make a value, to which the caller has a reference from the start."""
+
+    __slots__ = ("callee", "caller", "certain", "connection", "made", "number", "open", "reference")
+
+    def __init__(self, number: int, caller: int, callee: int, reference: UserReference | None) -> None:
+        self.number = number
+        self.caller = caller
+        self.callee = callee
+        self.reference = reference
+        self.connection: Connection | None = None
+        self.certain = False  # it comes even if the connection breaks
+        self.open = True
+
+    def __str__(self) -> str:
+        return f"#{self.number}"
+
+
+class Task:
+    """A function that was called, and the references in its arguments."""
+
+    __slots__ = ("arguments", "call", "story")
+
+    def __init__(self, call: Call, arguments: list[UserReference | OwnedValue], story: ValueStory | None) -> None:
+        self.call = call
+        self.arguments = arguments
+        self.story = story  # of the value that it makes
+
+    def any_in(self, state: User) -> bool:
+        return any(isinstance(a, UserReference) and a.state is state for a in self.arguments)
+
+
+class Worker:
+    def __init__(self, world: World, rank: int) -> None:
+        self.world = world
+        self.rank = rank
+        self.machine = References(rank)
+        self.crashed = False
+        self.held: list[UserReference | OwnedValue] = []  # what the program can reach, besides arguments
+        self.calls: list[Call] = []  # without an answer
+        self.tasks: list[Task] = []  # not finished
+        self.waiting: list[Task] = []  # those that wait for the owners to count their arguments
+        self.connections: dict[int, Connection] = {}
+        self._sent: dict[int, Batch] = {}  # what is on its way to a worker, or was the last that was
+
+    # Passing references
+
+    def passable(self) -> list[UserReference | OwnedValue]:
+        return [
+            thing
+            for thing in self.held
+            if (thing.state in USABLE if isinstance(thing, UserReference) else thing.cell != "broken")
+        ]
+
+    def everything(self) -> list[UserReference | OwnedValue]:
+        """What the program can reach."""
+        return [*self.held, *(thing for task in self.tasks for thing in task.arguments)]
+
+    def owner_of(self, thing: UserReference | OwnedValue) -> int:
+        return thing.owner if isinstance(thing, UserReference) else self.rank
+
+    def fork(self, source: UserReference | OwnedValue, to: int, route: object) -> Fork:
+        fork = self.machine.fork(source, to, route)
+        ledger = self.world.ledger
+        parent = ledger.forks[source.fork] if isinstance(source, UserReference) else None
+        ledger.forks[fork.fork] = ForkStory(fork.fork, ledger.values[source.rref], self.rank, to, parent)
+        return fork
+
+    def own(self) -> None:
+        value = self.machine.own()
+        self.world.ledger.values[value.rref] = ValueStory(value.rref, self.rank, self.rank, came=True)
+        self.held.append(value)
+
+    def drop(self, thing: UserReference | OwnedValue) -> None:
+        self.world.say("%d drops %s", self.rank, thing)
+        if isinstance(thing, UserReference):
+            self.machine.drop(thing)
+
+    # Calls
+
+    def call(self, callee: int, creates: bool) -> Call:
+        """A call that is about to be sent."""
+        reference = self.machine.create(callee) if creates else None
+        call = Call(self.world.next_number(), self.rank, callee, reference)
+        if callee != self.rank:
+            if callee not in self.connections:
+                self.connections[callee] = self.world.network.connect(self.rank, callee)
+            call.connection = self.connections[callee]
+        if reference is not None:
+            value = ValueStory(reference.rref, callee, self.rank, came=False)
+            self.world.ledger.values[reference.rref] = value
+            self.world.ledger.forks[reference.fork] = ForkStory(reference.fork, value, self.rank, self.rank, None)
+            self.held.append(reference)
+        self.calls.append(call)
+        return call
+
+    def send(self, call: Call, forks: list[Fork]) -> None:
+        self.world.network.send(Letter("calls", call, forks, self.rank, call.callee, call.connection))
+
+    def never_send(self, call: Call, forks: list[Fork]) -> None:
+        if self.crashed:
+            return
+        self.world.say("%d never sends call %s", self.rank, call)
+        self._undelivered(forks)
+        if call.open:
+            self._close(call)
+            if call.reference is not None:
+                self._give_up(call.reference)
+                self.machine.unsent(call.reference)
+
+    def _undelivered(self, forks: list[Fork]) -> None:
+        self.world.counts["unsent messages"] += 1
+        for fork in forks:
+            self.world.ledger.forks[fork.fork].revoked = True
+        self.machine.undelivered(forks)
+
+    def time_out(self, call: Call) -> None:
+        if call.open and not self.crashed:
+            self.world.counts["timeouts"] += 1
+            self.world.say("%d: call %s times out", self.rank, call)
+            self._close(call)
+            if call.reference is not None:
+                self._give_up(call.reference)
+                self.machine.unanswered(call.reference, lost=not call.certain)
+
+    def _close(self, call: Call) -> None:
+        call.open = False
+        self.calls.remove(call)
+
+    def _give_up(self, reference: UserReference) -> None:
+        self.world.ledger.values[reference.rref].given_up = True
+
+    def connection_lost(self, connection: Connection) -> None:
+        if self.crashed:
+            return
+        self.world.say("%d hears that connection %d is broken", self.rank, connection.number)
+        connection.heard.add(self.rank)
+        if self.connections.get(connection.callee) is connection:
+            del self.connections[connection.callee]
+        for fork, passed in self.machine.passed.items():
+            if passed.route is connection:
+                self.world.ledger.forks[fork].revoked = True
+        self.machine.route_lost(connection)
+        for call in [call for call in self.calls if call.connection is connection]:
+            self._close(call)
+            if call.reference is not None:
+                self._give_up(call.reference)
+                self.machine.unanswered(call.reference, lost=True)
+
+    def hear_death(self, peer: int) -> None:
+        if self.crashed or peer in self.machine.dead:
+            return
+        self.world.say("%d takes %d for dead", self.rank, peer)
+        self.machine.died(peer)
+        self.connections.pop(peer, None)
+        for call in [call for call in self.calls if call.callee == peer]:
+            self._close(call)
+
+    # What comes
+
+    def receive(self, letter: Letter) -> None:
+        things = [self._arrive(fork, letter.source) for fork in letter.forks]
+        call: Call = letter.call
+        if letter.kind == "calls":
+            self._receive_call(call, things)
+        elif not call.open:
+            # Nobody waits for it, but the references are here.
+            for thing in things:
+                self.drop(thing)
+        else:
+            self._close(call)
+            if call.reference is not None:
+                self.machine.made(call.reference)
+            self.held += things
+
+    def _arrive(self, fork: Fork, sender: int) -> UserReference | OwnedValue:
+        thing = self.machine.arrive(fork, sender)
+        if isinstance(thing, UserReference) and thing.state is User.VOID:
+            checks.void(self, thing)
+        return thing
+
+    def _receive_call(self, call: Call, things: list[UserReference | OwnedValue]) -> None:
+        chance = self.world.chance
+        story = None
+        if call.reference is not None:
+            story = self.world.ledger.values[call.reference.rref]
+            story.came = True
+            value = self.machine.make(call.caller, call.reference.rref, call.reference.fork)
+            if value is None:
+                self.world.say("%d does not run call %s", self.rank, call)
+                story.refused = True
+                for thing in things:
+                    self.drop(thing)
+                return
+            checks.made(self, value)
+            if chance.random() < 0.2:
+                self.held.append(value)
+        if chance.random() < 0.3:
+            # The program gets them before they are counted, as those in answers.
+            self.held += things
+            things = []
+        task = Task(call, things, story)
+        self.tasks.append(task)
+        self.world.clock.after(chance.uniform(0.0, 0.1), self._start, task)
+
+    def _start(self, task: Task) -> None:
+        if self.crashed:
+            return
+        if task.any_in(User.ARRIVED):
+            self.waiting.append(task)
+            return
+        if not task.any_in(User.VOID) and task.story is not None:
+            checks.runs(task.story)
+        self._answer(task.call)
+        self.tasks.remove(task)
+        for thing in task.arguments:
+            if self.world.chance.random() < 0.5:
+                self.held.append(thing)
+            else:
+                self.drop(thing)
+
+    def _answer(self, call: Call) -> None:
+        chance = self.world.chance
+        to = call.caller
+        if to in self.machine.dead:
+            return
+        things = self.passable()
+        chosen = chance.sample(things, min(len(things), chance.choice((0, 0, 1, 2))))
+        forks = [self.fork(thing, to, call.connection) for thing in chosen]
+        if call.connection is not None and self.rank in call.connection.heard:
+            self._undelivered(forks)
+        else:
+            self.world.network.send(Letter("answers", call, forks, self.rank, to, call.connection))
+
+    def take(self, peer: int, content: Batch | Reply) -> None:
+        if isinstance(content, Reply):
+            self.machine.replied(peer, content)
+        else:
+            reply = self.machine.incoming(peer, content)
+            checks.replied(self, content, reply)
+            self.world.network.post(self.rank, peer, reply)
+
+    # What the machine wants done
+
+    def settle(self) -> None:
+        """Do what the machine asks for."""
+        machine = self.machine
+        while machine.effects:
+            effects, machine.effects = machine.effects, []
+            for happening, subject in effects:
+                if happening is Happening.SEND:
+                    self._send_batch(subject)
+                elif happening is Happening.SEND_LATER:
+                    self.world.clock.after(LATER, self._send_batch, subject)
+                elif happening is Happening.VOID:
+                    checks.void(self, subject)
+                    self._wake()
+                elif happening is Happening.CONFIRMED:
+                    self._wake()
+                elif happening is Happening.BROKEN:
+                    subject.cell = "broken"
+                    checks.broken(self, subject)
+
+    def _wake(self) -> None:
+        for task in [task for task in self.waiting if not task.any_in(User.ARRIVED)]:
+            self.waiting.remove(task)
+            self.world.clock.after(0.001, self._start, task)
+
+    def _send_batch(self, peer: int) -> None:
+        batch = None if self.crashed else self.machine.outgoing(peer)
+        if batch is not None and self._sent.get(peer) is not batch:
+            self._sent[peer] = batch
+            for operation in batch.operations:
+                self.world.counts[operation.kind.name] += 1
+            self._post(peer, batch)
+
+    def _post(self, peer: int, batch: Batch) -> None:
+        if not self.crashed and self.machine.outgoing(peer) is batch:
+            self.world.network.post(self.rank, peer, batch)
+            self.world.clock.after(RETRY, self._post, peer, batch)
+
+    def counted(self, rref: GlobalId, fork: GlobalId) -> bool:
+        value = self.machine.owned.get(rref)
+        return value is not None and fork in value.forks
