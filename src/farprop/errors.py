@@ -47,6 +47,10 @@ class ProtocolError(FarpropError):
     """A peer sent bytes that break farprop's protocol. Only its connection is closed."""
 
 
+class InjectedFaultError(FarpropError):
+    """A message failed because a fault plan of ``farprop.testing`` says so."""
+
+
 class AuthenticationError(FarpropError):
     """A peer could not prove that it knows the job's secret, or refused our proof."""
 

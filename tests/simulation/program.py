@@ -34,6 +34,27 @@ def step(world: World) -> None:
         _call(worker, chance.choice([w.rank for w in world.workers if w is not worker]), action == "remote")
 
 
+def got(worker: Worker, things: list[UserReference | OwnedValue]) -> None:
+    """A program has references that are new to it. In haste it passes them on before the owner can count them."""
+    worker.held += things
+    chance = worker.world.chance
+    for thing in things:
+        if chance.random() < worker.world.weather.haste:
+            worker.world.clock.after(chance.uniform(0.0, 0.02), _hand_on, worker, thing)
+
+
+def _hand_on(worker: Worker, thing: UserReference | OwnedValue) -> None:
+    """Pass a reference on, often to its owner, and often drop it."""
+    chance = worker.world.chance
+    if worker.crashed or not any(thing is other for other in worker.passable()):
+        return
+    to = chance.choice((worker.owner_of(thing), chance.randrange(len(worker.world.workers))))
+    _send(worker, worker.call(to, creates=False), [thing])
+    if chance.random() < 0.5:
+        worker.drop(thing)
+        worker.held = [other for other in worker.held if other is not thing]
+
+
 def _pass_home(worker: Worker) -> None:
     """Pass a reference to the owner of its value."""
     chance = worker.world.chance
@@ -47,7 +68,10 @@ def _call(worker: Worker, callee: int, creates: bool) -> None:
     chance = worker.world.chance
     things = worker.passable()
     passing = chance.sample(things, min(len(things), chance.choice((0, 1, 1, 2))))
-    _send(worker, worker.call(callee, creates), passing)
+    call = worker.call(callee, creates)
+    _send(worker, call, passing)
+    if call.reference is not None:
+        got(worker, [call.reference])
 
 
 def _send(worker: Worker, call: Call, passing: list[UserReference | OwnedValue]) -> None:

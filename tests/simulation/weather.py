@@ -18,23 +18,22 @@ class Weather(NamedTuple):
     partitions: int
     divorces: int
     crashes: int
-
-    @property
-    def deadly(self) -> bool:
-        return bool(self.crashes or self.divorces)
+    haste: float  # how often a program passes on at once what it has just got
 
 
 def draw(chance: random.Random) -> Weather:
-    deadly = chance.random() < 0.5
+    deadly = chance.random() < 0.6
     partitions = chance.choice((0, 0, 1, 2))
+    divorces = chance.choice((0, 1, 2)) if deadly and partitions else 0
     return Weather(
         loss=chance.choice((0.0, 0.1, 0.4)),
         duplication=chance.choice((0.0, 0.1, 0.4)),
-        slow=chance.choice((0.0, 0.1, 0.3)),
+        slow=chance.choice((0.0, 0.1, 0.5)),
         timeouts=chance.choice((0.0, 0.1, 0.3)),
         unsent=chance.choice((0.0, 0.0, 0.1)),
         breaks=chance.choice((0, 0, 2, 6)),
         partitions=partitions,
-        divorces=chance.choice((0, 1)) if deadly and partitions else 0,
-        crashes=chance.choice((1, 1, 2)) if deadly else 0,
+        divorces=divorces,
+        crashes=chance.choice((0, 1)) if divorces else chance.choice((1, 2, 3)) if deadly else 0,
+        haste=chance.choice((0.0, 0.3, 0.7)),
     )

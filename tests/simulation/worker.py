@@ -9,7 +9,7 @@ from farprop.protocol.references.machine import References
 from farprop.protocol.references.messages import Batch, Fork, Reply
 from farprop.protocol.references.records import Happening, OwnedValue, UserReference
 from farprop.protocol.references.states import USABLE, User
-from tests.simulation import checks
+from tests.simulation import checks, program
 from tests.simulation.ledger import ForkStory, ValueStory
 from tests.simulation.network import Connection, Letter
 
@@ -112,7 +112,6 @@ class Worker:
             value = ValueStory(reference.rref, callee, self.rank, came=False)
             self.world.ledger.values[reference.rref] = value
             self.world.ledger.forks[reference.fork] = ForkStory(reference.fork, value, self.rank, self.rank, None)
-            self.held.append(reference)
         self.calls.append(call)
         return call
 
@@ -193,7 +192,7 @@ class Worker:
             self._close(call)
             if call.reference is not None:
                 self.machine.made(call.reference)
-            self.held += things
+            program.got(self, things)
 
     def _arrive(self, fork: Fork, sender: int) -> UserReference | OwnedValue:
         thing = self.machine.arrive(fork, sender)
@@ -219,7 +218,7 @@ class Worker:
                 self.held.append(value)
         if chance.random() < 0.3:
             # The program gets them before they are counted, as those in answers.
-            self.held += things
+            program.got(self, things)
             things = []
         task = Task(call, things, story)
         self.tasks.append(task)

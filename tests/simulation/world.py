@@ -101,7 +101,12 @@ class World:
 
     def _crash(self) -> None:
         """A worker vanishes. The others hear of it in their time, some of them first that the connection is lost."""
-        worker = self.chance.choice(self.live())
+        live = self.live()
+        if len(live) < 2:
+            return
+        # The worst moment is when others depend on what it is about to do.
+        busy = max(live, key=lambda worker: len(worker.machine.passed))
+        worker = busy if self.chance.random() < 0.7 else self.chance.choice(live)
         self.say("%d crashes", worker.rank)
         self.counts["crashes"] += 1
         worker.crashed = True

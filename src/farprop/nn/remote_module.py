@@ -88,10 +88,10 @@ class _Caller:
         self._device = device
 
     def forward_async(self, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
-        return rpc.rpc_async(self._module_rref.owner(), _run_forward, self._arguments(args, kwargs))
+        return rpc.rpc_async(self._module_rref.owner_name(), _run_forward, self._arguments(args, kwargs))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return rpc.rpc_sync(self._module_rref.owner(), _run_forward, self._arguments(args, kwargs))
+        return rpc.rpc_sync(self._module_rref.owner_name(), _run_forward, self._arguments(args, kwargs))
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         return self._module_rref, self._device, args, kwargs
@@ -159,7 +159,7 @@ class _RemoteModule(nn.Module):
 
     def remote_parameters(self, recurse: bool = True) -> list[Any]:
         """References to the module's parameters; without those of its submodules if ``recurse`` is false."""
-        return rpc.rpc_sync(self.module_rref.owner(), _parameter_rrefs, (self.module_rref, recurse))  # type: ignore[no-any-return]
+        return rpc.rpc_sync(self.module_rref.owner_name(), _parameter_rrefs, (self.module_rref, recurse))  # type: ignore[no-any-return]
 
     def get_module_rref(self) -> Any:
         """The reference to the module."""
@@ -167,7 +167,7 @@ class _RemoteModule(nn.Module):
 
     def train(self, mode: bool = True) -> Self:
         """Set the module, on its worker, to training or to evaluation."""
-        rpc.rpc_sync(self.module_rref.owner(), _train, (self.module_rref, mode))
+        rpc.rpc_sync(self.module_rref.owner_name(), _train, (self.module_rref, mode))
         return self
 
     def eval(self) -> Self:

@@ -1,7 +1,7 @@
 """``forward`` and ``forward_async`` of a RemoteModule, as an interface declares them, for ``torch.jit.script``.
 
-Compiled, they call back into Python, because TorchScript does not know our references and futures. It carries them in
-*boxes*: futures that are done, and into which it does not look.
+Compiled, they call back into Python, because TorchScript does not know our references. What to call is an attribute of
+the compiled module all the same, in a *box*: a future that is done, and into which TorchScript does not look.
 """
 
 from __future__ import annotations
@@ -22,14 +22,23 @@ class Methods(NamedTuple):
     forward: Callable[..., Any]
 
 
-# The request leaves on the caller's thread, in the order of the program. What is forked only waits for the answer.
+# The first three stay Python. A request leaves on the caller's thread, in the order of the program; what is forked is
+# suspended until the answer comes, and gives it its type.
 _SOURCE = """\
+def _run(_caller: Future[Any], {parameters}) -> {result}:
+    return _caller.value().forward({names})
+
+
 def _start(_caller: Future[Any], {parameters}) -> Future[Any]:
-    return _boxed(_caller.value().forward_async({names}))
+    return _caller.value().forward_async({names})
+
+
+def _typed(_answer: Any) -> {result}:
+    return _value_of(_answer)
 
 
 def _finish(_answer: Future[Any]) -> {result}:
-    return _answer.value().wait()
+    return _typed(_answer.wait())
 
 
 def forward_async(self, {parameters}) -> Future[{result}]:
@@ -40,14 +49,16 @@ def forward_async(self, {parameters}) -> Future[{result}]:
 
 def forward(self, {parameters}) -> {result}:
     if torch.jit.is_scripting():
-        return _finish(_start(self._caller, {names}))
+        return _run(self._caller, {names})
     return self.forward({names})
 """
 
 
 def boxed(value: Any) -> torch.jit.Attribute:
     """An attribute of a module that keeps its value, whatever it is, when the module is compiled."""
-    return torch.jit.Attribute(_boxed(value), Future[Any])
+    box: torch.futures.Future[Any] = torch.futures.Future()
+    box.set_result(value)
+    return torch.jit.Attribute(box, Future[Any])
 
 
 @functools.cache
@@ -73,7 +84,7 @@ def methods_of(interface: Any) -> Methods:
             f"forward of {interface} takes or returns objects of a class. Use Tensor, int, float, bool, str and None, "
             "and Tuple, List, Dict, Optional and Union of them."
         ) from error
-    for name in ("_start", "_finish"):
+    for name in ("_run", "_start", "_typed"):
         names[name] = ignore(names[name])
     for name in Methods._fields:
         names[name].__defaults__ = interface.forward.__defaults__  # the schema has none
@@ -88,16 +99,17 @@ def interface_type(interface: Any) -> Any:
     return torch.jit._state._python_cu.get_interface(name)
 
 
-def _boxed(value: Any) -> torch.futures.Future[Any]:
-    box: torch.futures.Future[Any] = torch.futures.Future()
-    box.set_result(value)
-    return box
+def _value_of(answer: Any) -> Any:
+    """Compiled code finds an exception that a future was given in Python as its value."""
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 # What the source refers to; types are spelled as the compiler spells them.
 _NAMES = {
     "__name__": __name__,
-    "_boxed": _boxed,
+    "_value_of": _value_of,
     "torch": torch,
     "Any": Any,
     "Device": torch.device,

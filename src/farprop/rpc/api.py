@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from farprop.errors import ConnectionLostError, UsageError
+from farprop.errors import UsageError
 from farprop.ids import WorkerInfo
 from farprop.protocol.quiescence import Quiescence, Report
 from farprop.protocol.references.records import UserReference
@@ -176,10 +176,7 @@ def rpc_async(
         if _default_pickler is not _internal_rpc_pickler:
             func, args, kwargs = _with_own_pickler(func, args, kwargs)
         future = Future()
-        try:
-            agent.call_async(to, func, tuple(args) if args else (), kwargs or {}, timeout, future)
-        except ConnectionLostError as error:
-            future.set_exception(error)
+        agent.call_async(to, func, tuple(args) if args else (), kwargs or {}, timeout, future)
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)
     return future
@@ -190,10 +187,7 @@ def _call_profiled(
 ) -> Future:
     key = _profiling_key(agent, mode, to, func)
     future = Future()
-    try:
-        agent.call_profiled(to, func, tuple(args) if args else (), kwargs or {}, timeout, future, session, key)
-    except ConnectionLostError as error:
-        future.set_exception(error)
+    agent.call_profiled(to, func, tuple(args) if args else (), kwargs or {}, timeout, future, session, key)
     return future
 
 
@@ -333,6 +327,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         if graceful:
             if getattr(agent, "is_static_group", True):
                 _wait_all_workers(timeout)
+                _wait_for_all_work(agent, timeout)  # which may still use references
                 _delete_all_user_and_unforked_owner_rrefs()
                 _wait_for_all_work(agent, timeout)
                 _report_leaks(agent)

@@ -14,6 +14,7 @@ from farprop.rpc import constants
 from farprop.rpc.options import TensorPipeRpcBackendOptions
 from farprop.runtime.agent import Agent, AgentOptions
 from farprop.runtime.current import reset_agent, set_agent
+from farprop.transport.faulty import Judge
 
 __all__ = [
     "BackendType",
@@ -84,7 +85,12 @@ def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _init_own_backend(
-    store: dist.Store, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
+    store: dist.Store,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    rpc_backend_options: Any,
+    judge: Judge | None = None,
 ) -> Agent:
     if not isinstance(store, dist.Store):
         raise TypeError(f"`store` must be a c10d::Store. {store}")
@@ -103,6 +109,8 @@ def _init_own_backend(
             master_host=_master_host(rpc_backend_options.init_method),
         ),
     )
+    if judge is not None:
+        agent.set_judge(judge)
     # Before the others can call us: what they call may use farprop.rpc.
     set_agent(agent)
     try:

@@ -241,4 +241,4 @@ def _arrived(place: int) -> RRef[Any]:
         return item  # through a pickler of the user's
     agent = current_agent()
     owner = agent.get_worker_info().id if isinstance(item, OwnedValue) else item.record.owner
-    return RRef._of(item, agent.name_of_rank(owner))
+    return RRef._of(item, agent.get_worker_info(owner).name)

@@ -18,16 +18,23 @@ import torch
 import torch.distributed as dist
 
 from farprop.config import Settings
-from farprop.errors import AuthenticationError, ConnectionLostError, ProtocolError, UsageError
+from farprop.errors import (
+    AuthenticationError,
+    ConnectionLostError,
+    InjectedFaultError,
+    ProtocolError,
+    UsageError,
+)
 from farprop.ids import WorkerInfo
 from farprop.protocol.handshake import READY, Dialler, Listener
 from farprop.protocol.references.messages import Fork
 from farprop.protocol.references.records import OwnedValue, UserReference
 from farprop.protocol.roster import Entry
-from farprop.runtime import profiling, rendezvous
+from farprop.runtime import rendezvous
 from farprop.runtime.cells import Cell
 from farprop.runtime.creation import CreationCall, ProfiledCreation
 from farprop.runtime.links import FutureCall, Link, timeout_error, was_sent
+from farprop.runtime.message_types import OPERATE
 from farprop.runtime.loop import Blocked, Loop
 from farprop.runtime.profiling import Session
 from farprop.runtime.references import ReferenceSpace
@@ -36,6 +43,7 @@ from farprop.runtime.serving import Server
 from farprop.runtime.survival import Survival
 from farprop.transport import sockets
 from farprop.transport.connection import Connection
+from farprop.transport.faulty import FaultyConnection, Judge, Verdict
 from farprop.transport.segments import SegmentPool
 from farprop.wire.codec import Encoded, decode_value, decode_with, encode, encode_call
 from farprop.wire.failures import decode_failure
@@ -49,7 +57,6 @@ _DIAL_SECONDS = 20.0
 _LAST_ANSWERS_SECONDS = 2.0
 _MIN_MEETING_SECONDS = 5.0
 _ENDLESS_MEETING_SECONDS = 300.0
-_OPERATE = b"farprop.runtime.owner_calls:operate"
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,7 @@ class Agent:
         self._place = 0
         self._gives_due = False
         self._closed = False
+        self._judge: Judge | None = None
         self._sent_before = 0  # requests sent on links that are gone
         self._loop = Loop(name, options.num_worker_threads)
         self.references = ReferenceSpace(rank, name, self)
@@ -101,7 +109,6 @@ class Agent:
             self._new_connection,
             self._check_peer,
             self._on_peer_lost,
-            profiling.run_profiled,
             self.references,
         )
         try:
@@ -264,6 +271,8 @@ class Agent:
             connection.close()
             raise ConnectionLostError(f"Can't talk to {name} ({entry.host}, pid {entry.pid}): {error}.") from error
         link.attach(connection)
+        if self._judge is not None:
+            link.wrap(self._make_faulty)
         kept = self._keep(link)
         if kept is not link:
             link.lose("another connection was faster")
@@ -350,26 +359,35 @@ class Agent:
         future: torch.futures.Future[Any],
         flags: int = 0,
     ) -> None:
+        """Raises only what is wrong with the call itself; a worker that can't be reached is the future's error."""
         if timeout == UNSET_TIMEOUT:
             timeout = self.rpc_timeout
-        link = self.link(to, timeout)
         name = name_of(function)
         encoded = encode_call(None if name is not None else function, args, kwargs)
-        self._send_async(link, flags, name or b"", encoded, TorchCall(timeout, future))
+        self._send_async(to, flags, name or b"", encoded, TorchCall(timeout, future))
 
-    def _send_async(self, link: Link, flags: int, name: bytes, encoded: Encoded, call: FutureCall) -> None:
-        if not encoded.travellers:
-            link.call_async(flags, name, encoded, call)
+    def _send_async(self, to: Any, flags: int, name: bytes, encoded: Encoded, call: FutureCall) -> None:
+        try:
+            link = self.link(to, call.timeout)
+        except ConnectionLostError as error:
+            call.finish(None, error)
             return
-        encoded, forks = self.references.depart(encoded, link.rank, link)
+        forks: list[Fork] = []
+        if encoded.travellers:
+            encoded, forks = self.references.depart(encoded, link.rank, link)
         try:
             link.call_async(flags, name, encoded, call)
+        except (ConnectionLostError, InjectedFaultError) as error:
+            self._after_failed_send(link, forks, error)
+            call.finish(None, error)
         except BaseException as error:
             self._after_failed_send(link, forks, error)
             raise
 
     def _after_failed_send(self, link: Link, forks: list[Fork], error: BaseException) -> None:
         """Those references that were never sent come back. If they may have been, the protocol asks after them."""
+        if not forks:
+            return
         if isinstance(error, Exception) and not was_sent(error):
             self.references.not_sent(forks)
         elif isinstance(error, ConnectionLostError):
@@ -389,11 +407,10 @@ class Agent:
         """As ``call_async``, and what ran on the callee goes into the caller's profile before the future is done."""
         if timeout == UNSET_TIMEOUT:
             timeout = self.rpc_timeout
-        link = self.link(to, timeout)
         name = name_of(function)
         encoded = encode((None if name is not None else function, args, kwargs, session.settings))
         call = ProfiledCall(timeout, future, session, key, self._info.id)
-        self._send_async(link, PROFILED, name or b"", encoded, call)
+        self._send_async(to, PROFILED, name or b"", encoded, call)
 
     def create(
         self,
@@ -434,7 +451,7 @@ class Agent:
             raise
         try:
             link.call_async(flags, name or b"", encoded, call)
-        except ConnectionLostError as error:
+        except (ConnectionLostError, InjectedFaultError) as error:
             # The reference exists and says so; the program may never use it.
             self._after_failed_send(link, forks, error)
             call.fail(error)
@@ -444,6 +461,23 @@ class Agent:
             raise
         return call
 
+    # Faults, for tests
+
+    def set_judge(self, judge: Judge | None) -> None:
+        """Have ``judge`` look at every message before it is sent to another worker."""
+        with self._lock:
+            first, self._judge = self._judge is None, judge
+            links = list(self._links.values()) if first else []
+        for link in links:
+            link.wrap(self._make_faulty)
+
+    def _make_faulty(self, connection: Any) -> Any:
+        return connection if isinstance(connection, FaultyConnection) else FaultyConnection(connection, self._ask_judge)
+
+    def _ask_judge(self, *message: Any) -> Verdict | None:
+        judge = self._judge
+        return None if judge is None else judge(*message)
+
     # What the references need
 
     def name_of_rank(self, rank: int) -> str:
@@ -452,7 +486,7 @@ class Agent:
 
     def send_batch(self, rank: int, number: int, operations: bytes, call: FutureCall) -> None:
         encoded = encode_call(None, (self._info.id, number, operations), {})
-        self.link(rank, call.timeout).call_async(SYSTEM, _OPERATE, encoded, call)
+        self.link(rank, call.timeout).call_async(SYSTEM, OPERATE, encoded, call)
 
     def submit(self, function: Callable[..., None], *args: Any) -> None:
         self._loop.submit(function, *args)

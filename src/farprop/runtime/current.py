@@ -13,7 +13,10 @@ from farprop.runtime.agent import Agent
 _lock = threading.Lock()
 _agent: Agent | None = None
 
-NOT_INITIALISED = "RPC has not been initialized. Call farprop.rpc.init_rpc first."
+NOT_INITIALISED = (
+    "RPC has not been initialized: Current RPC agent is not set! Did you initialize the RPC framework? "
+    "Call farprop.rpc.init_rpc first."
+)
 
 
 def current_agent() -> Agent:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from farprop.errors import ConnectionLostError, ProtocolError, RpcTimeoutError
+from farprop.errors import ConnectionLostError, InjectedFaultError, ProtocolError, RpcTimeoutError, UsageError
 from farprop.protocol.calls import CallTable
 from farprop.runtime.loop import HANGUP, IN, OUT, SPIN, Loop, Spinner
 from farprop.transport.connection import Connection
@@ -92,7 +92,7 @@ def _unsent(error: _E) -> _E:
 
 def was_sent(error: BaseException) -> bool:
     """Whether a call that ended with this error may have been sent."""
-    return isinstance(error, RpcTimeoutError | ConnectionLostError) and not hasattr(error, "unsent")
+    return not isinstance(error, InjectedFaultError | UsageError) and not hasattr(error, "unsent")
 
 
 class Link:
@@ -130,6 +130,10 @@ class Link:
         self._connection = connection
         self._poller.register(connection.fd, select.POLLIN)
         self._loop.add(connection.fd, HANGUP, self._on_events)
+
+    def wrap(self, wrapped: Callable[[Any], Any]) -> None:
+        """Put something between this and its connection."""
+        self._connection = wrapped(self._connection)
 
     @property
     def open_calls(self) -> int:

@@ -30,11 +30,19 @@ _enabled = torch.autograd._profiler_enabled
 _LEGACY = torch._C._profiler.ActiveProfilerType.LEGACY
 
 
+# Profiles of all calls that this process serves: their settings, and where the events of each call go.
+served_calls: list[tuple[dict[str, bool], list[list[Any]]]] = []
+
+
+def settings_of(profile: Any) -> dict[str, bool]:
+    return {name: bool(getattr(profile, name)) for name in _SETTINGS}
+
+
 class Session:
     """One profile on one thread: its settings, when it began, and the events of calls made under it."""
 
     def __init__(self, profile: Any) -> None:
-        self.settings = {name: bool(getattr(profile, name)) for name in _SETTINGS}
+        self.settings = settings_of(profile)
         self.started = _perf()
         self.events: list[FunctionEvent] = []
 
@@ -81,6 +89,17 @@ def run_profiled(
         return [_portable(event) for event in (*parsed, *late)]
 
     return value, record
+
+
+def run_served(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """On the callee: run under the profiles of all calls."""
+    profiles = list(served_calls)
+    profile = profiler_legacy.profile(**{name: any(settings[name] for settings, _ in profiles) for name in _SETTINGS})
+    with profile:
+        value = function(*args, **kwargs)
+    for _, calls in profiles:
+        calls.append(list(profile.function_events or ()))
+    return value
 
 
 def _portable(event: FunctionEvent) -> dict[str, Any]:

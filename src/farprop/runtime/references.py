@@ -22,6 +22,7 @@ from farprop.protocol.references.records import Effect, Happening, OwnedValue, U
 from farprop.protocol.references.states import USABLE, User, Value
 from farprop.runtime.batches import COMPANY_SECONDS, Batches, Courier
 from farprop.runtime.cells import Cell
+from farprop.runtime.links import was_sent
 from farprop.wire.codec import Encoded
 from farprop.wire.frames import FORKS, REMOTE, Frame
 
@@ -106,7 +107,7 @@ class ReferenceSpace:
                 cell.fail(self._never_made(subject.rref))
             elif happening is Happening.FREED:
                 freed.append(subject)
-            else:
+            elif happening is Happening.SETTLED:
                 self._settle(subject)
         if freed:
             # What a value's finaliser does is the user's business: it runs on a thread where that may take its time.
@@ -136,7 +137,10 @@ class ReferenceSpace:
 
     def creation_failed(self, record: UserReference, error: Exception) -> None:
         record.cell.error = creation_error(self._courier.name_of_rank(record.owner), error)
-        self._do(self._machine.unanswered, record, isinstance(error, ConnectionLostError))
+        if was_sent(error):
+            self._do(self._machine.unanswered, record, isinstance(error, ConnectionLostError))
+        else:
+            self._do(self._machine.unsent, record)
 
     def creation_unsent(self, record: UserReference) -> None:
         """The program never got the reference, so it is dropped as well."""
@@ -309,7 +313,7 @@ class ReferenceSpace:
 
         for record in records:
             with self._lock:
-                waits = record.state is User.ARRIVED
+                waits = record.state in (User.ARRIVED, User.ARRIVED_DROPPED)
                 if waits:
                     record.cell.waiting.append(one_less)
             if not waits:

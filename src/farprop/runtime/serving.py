@@ -24,6 +24,7 @@ from farprop.ids import WorkerInfo
 from farprop.protocol.handshake import READY, Listener
 from farprop.protocol.references.messages import Fork
 from farprop.protocol.references.records import OwnedValue
+from farprop.runtime import profiling
 from farprop.runtime.cells import Later
 from farprop.runtime.loop import HANGUP, IN, OUT, STALL, Loop
 from farprop.runtime.references import ReferenceSpace
@@ -101,7 +102,6 @@ class Server:
         new_connection: Callable[[socket.socket, str, Callable[[Connection], None]], Connection],
         on_peer: Callable[[bytes], WorkerInfo],
         on_peer_lost: Callable[[Connection], None],
-        run_profiled: Callable[..., tuple[Any, Record]],
         references: ReferenceSpace,
     ) -> None:
         self.active = 0  # requests that came and are not answered yet
@@ -113,7 +113,6 @@ class Server:
         self._new_connection = new_connection
         self._on_peer = on_peer
         self._on_peer_lost = on_peer_lost
-        self._run_profiled = run_profiled
         self._references = references
         self.gil_waits: list[float] | None = None  # microseconds, while they are measured
         self._listeners: list[socket.socket] = []
@@ -292,7 +291,9 @@ class Server:
         del frame  # with it the arguments' buffers, as soon as the function lets go of them
         try:
             if settings is not None:
-                value, reply.record = self._run_profiled(settings, function, args, kwargs)
+                value, reply.record = profiling.run_profiled(settings, function, args, kwargs)
+            elif profiling.served_calls:
+                value = profiling.run_served(function, args, kwargs)
             else:
                 value = function(*args, **kwargs)
         except BaseException as error:

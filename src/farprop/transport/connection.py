@@ -260,6 +260,13 @@ class Connection:
 
     # Ending
 
+    def hang_up(self) -> None:
+        """Break the connection, as a cut wire would: both ends find out by themselves."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
     def close(self) -> bool:
         """Close once; True for the caller that did it."""
         with self._lock:

@@ -287,6 +287,7 @@ class References:
         reference.move(event)
         if before is User.ARRIVED or before is User.ARRIVED_DROPPED:
             if reference.state not in (User.ARRIVED, User.ARRIVED_DROPPED):
+                self.effects.append(Effect(Happening.SETTLED, reference))
                 # Counted or not, the parent need not hold its own for this one any more.
                 self._post(reference.parent, Operation(Kind.ACCEPT, reference.rref, reference.fork))
         if reference.state is User.CONFIRMED:

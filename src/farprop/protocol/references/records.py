@@ -71,6 +71,7 @@ class Happening(enum.Enum):
 
     CONFIRMED = "the owner counts this reference"
     VOID = "this reference is of no use any more"
+    SETTLED = "the owner counts this reference, which has arrived, or never will"
     FREED = "nobody elsewhere refers to this value"
     BROKEN = "this value will never be made"
     SEND = "there is something to send to this worker now"

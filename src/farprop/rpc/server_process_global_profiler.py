@@ -1,0 +1,35 @@
+"""A profile of everything that other workers call here, on whatever thread it runs."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from torch.autograd import profiler_legacy
+from torch.autograd.profiler_util import EventList
+
+from farprop.runtime import profiling
+
+
+class _server_process_global_profile(profiler_legacy.profile):
+    """As ``torch.autograd.profiler.profile``, for all calls that this process serves between enter and exit.
+
+    ``process_global_function_events`` has a list of events for each call.
+    """
+
+    process_global_function_events: list[list[Any]]
+
+    def __enter__(self) -> Any:
+        if self.enabled:
+            self.process_global_function_events = []
+            profiling.served_calls.append((profiling.settings_of(self), self.process_global_function_events))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.enabled:
+            ours = self.process_global_function_events
+            profiling.served_calls[:] = [entry for entry in profiling.served_calls if entry[1] is not ours]
+            self.function_events = EventList(
+                itertools.chain.from_iterable(ours), use_device=None, profile_memory=self.profile_memory
+            )
+            self.function_events._build_tree()
