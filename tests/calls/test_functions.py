@@ -128,7 +128,7 @@ def test_wrong_use_is_said() -> None:
 
 
 def test_before_init_and_after_shutdown() -> None:
-    with pytest.raises(RuntimeError, match=r"^RPC has not been initialized. Call farprop.rpc.init_rpc first"):
+    with pytest.raises(RuntimeError, match=r"^RPC has not been initialized: .* Call farprop.rpc.init_rpc first"):
         rpc.rpc_sync("worker1", f.noop)
     with pytest.raises(RuntimeError, match="has not been initialized"):
         rpc.shutdown()

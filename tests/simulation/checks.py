@@ -21,10 +21,14 @@ _ARRIVED = (User.ARRIVED, User.ARRIVED_DROPPED)
 
 
 def every_step(world: World) -> None:
+    """Only what this event had to do with can have changed."""
+    touched = world.touched
     for worker in world.live():
-        worker.machine.validate()
-        for reference in worker.machine.users.values():
-            _has_its_value(world, worker, reference)
+        if changed := worker.rank in touched:
+            worker.state.validate()
+        for reference in worker.state.users.values():
+            if changed or reference.owner in touched:
+                _has_its_value(world, worker, reference)
     for letter in world.network.in_flight.values():
         for fork in letter.forks:
             story = world.ledger.forks[fork.fork]
@@ -49,7 +53,7 @@ def _has_its_value(world: World, worker: Worker, reference: UserReference) -> No
 def _is_not_freed(world: World, story: ForkStory) -> None:
     value = story.value
     owner = world.workers[value.owner]
-    if value.came and not value.refused and not owner.crashed and value.rref not in owner.machine.owned:
+    if value.came and not value.refused and not owner.crashed and value.rref not in owner.state.owned:
         if not world.ledger.excused(story) and not world.ledger.parted(story.holder, value.owner):
             raise Violation(f"value {show(value.rref)} is freed, but worker {story.holder} has or gets a reference")
 
@@ -116,7 +120,7 @@ def replied(worker: Worker, batch: Batch, reply: Reply) -> None:
 def calm(world: World) -> None:
     """Nothing is on its way: nothing is undecided, and what the owners count is what there is."""
     for worker in world.live():
-        machine = worker.machine
+        machine = worker.state
         who = f"at rest, worker {worker.rank}"
         if worker.waiting:
             raise Violation(f"{who} has functions that wait for their arguments")
@@ -129,7 +133,7 @@ def calm(world: World) -> None:
             if value.state is Value.AWAITED:
                 raise Violation(f"{who} waits for a call that makes {show(value)}")
             for fork, holder in value.forks.items():
-                if fork not in world.workers[holder].machine.users:
+                if fork not in world.workers[holder].state.users:
                     raise Violation(f"{who} counts fork {show(fork)} of {show(value)}, which worker {holder} has not")
         for fork in sorted(machine._forgone):
             if world.ledger.forks[fork].value.came:
@@ -140,7 +144,7 @@ def empty(world: World) -> None:
     """All programs have dropped everything: nothing is left."""
     calm(world)
     for worker in world.live():
-        machine = worker.machine
+        machine = worker.state
         if machine.owned or machine.users or machine.passed or any(machine.counts().values()):
             raise Violation(f"in the end, worker {worker.rank} still has {machine.counts()}")
         for peer in world.live():

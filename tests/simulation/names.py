@@ -17,7 +17,7 @@ def show(thing: object) -> object:
         case Batch():
             return f"batch {thing.number} [{', '.join(str(show(operation)) for operation in thing.operations)}]"
         case Operation():
-            return f"{thing.kind.name}{'' if thing.exists else '?'} value {show(thing.rref)} fork {show(thing.fork)}"
+            return f"{thing.kind.name}{'*' if thing.flag else ''} value {show(thing.rref)} fork {show(thing.fork)}"
         case Fork():
             return f"fork {show(thing.fork)} of value {show(thing.rref)} at {thing.owner}{'' if thing.exists else '?'}"
         case UserReference():

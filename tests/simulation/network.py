@@ -150,7 +150,7 @@ class Network:
         receiver = self.world.workers[target]
         if receiver.crashed:
             return False
-        if source not in receiver.machine.dead:
+        if source not in receiver.state.dead:
             return True
         self.world.clock.after(self._delay(), self.world.workers[source].hear_death, target)
         return False

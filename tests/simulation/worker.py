@@ -56,7 +56,7 @@ class Worker:
     def __init__(self, world: World, rank: int) -> None:
         self.world = world
         self.rank = rank
-        self.machine = References(rank)
+        self.state = References(rank)  # to look at only
         self.crashed = False
         self.held: list[UserReference | OwnedValue] = []  # what the program can reach, besides arguments
         self.calls: list[Call] = []  # without an answer
@@ -64,6 +64,12 @@ class Worker:
         self.waiting: list[Task] = []  # those that wait for the owners to count their arguments
         self.connections: dict[int, Connection] = {}
         self._sent: dict[int, Batch] = {}  # what is on its way to a worker, or was the last that was
+
+    @property
+    def machine(self) -> References:
+        """The machine, to do something with: it is checked after this event."""
+        self.world.touched.add(self.rank)
+        return self.state
 
     # Passing references
 
@@ -265,7 +271,7 @@ class Worker:
 
     def settle(self) -> None:
         """Do what the machine asks for."""
-        machine = self.machine
+        machine = self.state
         while machine.effects:
             effects, machine.effects = machine.effects, []
             for happening, subject in effects:
@@ -275,8 +281,7 @@ class Worker:
                     self.world.clock.after(LATER, self._send_batch, subject)
                 elif happening is Happening.VOID:
                     checks.void(self, subject)
-                    self._wake()
-                elif happening is Happening.CONFIRMED:
+                elif happening is Happening.SETTLED:
                     self._wake()
                 elif happening is Happening.BROKEN:
                     subject.cell = "broken"
@@ -301,5 +306,5 @@ class Worker:
             self.world.clock.after(RETRY, self._post, peer, batch)
 
     def counted(self, rref: GlobalId, fork: GlobalId) -> bool:
-        value = self.machine.owned.get(rref)
+        value = self.state.owned.get(rref)
         return value is not None and fork in value.forks

@@ -33,6 +33,7 @@ class World:
         self.weather = draw(chance)
         self.ledger = Ledger()
         self.counts: Counter[str] = Counter()
+        self.touched: set[int] = set()  # the workers with whose machines this event had to do
         self.network = Network(self)
         self.workers = [Worker(self, rank) for rank in range(chance.randint(2, 5))]
         self._numbers = itertools.count(1)
@@ -81,9 +82,11 @@ class World:
 
     def _after_event(self) -> None:
         self.counts["steps"] += 1
-        for worker in self.live():
-            worker.settle()
-        checks.every_step(self)
+        if self.touched:
+            for worker in self.live():
+                worker.settle()
+            checks.every_step(self)
+            self.touched.clear()
 
     # Faults
 
@@ -105,7 +108,7 @@ class World:
         if len(live) < 2:
             return
         # The worst moment is when others depend on what it is about to do.
-        busy = max(live, key=lambda worker: len(worker.machine.passed))
+        busy = max(live, key=lambda worker: len(worker.state.passed))
         worker = busy if self.chance.random() < 0.7 else self.chance.choice(live)
         self.say("%d crashes", worker.rank)
         self.counts["crashes"] += 1
@@ -121,7 +124,7 @@ class World:
             (one, other)
             for one in self.live()
             for other in self.live()
-            if self.network.apart(one.rank, other.rank) and other.rank not in one.machine.dead
+            if self.network.apart(one.rank, other.rank) and other.rank not in one.state.dead
         ]
         if pairs:
             one, other = self.chance.choice(pairs)

@@ -20,6 +20,7 @@ from farprop.errors import AuthenticationError, RendezvousError, UsageError
 from farprop.ids import WorkerInfo
 from farprop.protocol.roster import Entry, judge, verdict_from_json, verdict_to_json
 from farprop.runtime.agent import Agent
+from farprop.runtime.references import ReferenceSpace
 from farprop.runtime.secret import find_secret
 from farprop.wire.functions import FunctionNotFound, name_of, resolve
 
@@ -141,6 +142,7 @@ def test_a_peer_that_comes_while_we_join_is_not_a_stranger() -> None:
     agent = Agent.__new__(Agent)
     agent._joined = threading.Event()
     agent.is_static_group = True
+    agent.references = ReferenceSpace(0, "w0", agent)
 
     class JoinsMeanwhile(dict[str, Entry]):
         def get(self, *_: object) -> None:  # type: ignore[override]
@@ -148,9 +150,9 @@ def test_a_peer_that_comes_while_we_join_is_not_a_stranger() -> None:
             agent._joined.set()
 
     agent._entries = JoinsMeanwhile()
-    assert agent._check_peer(json.dumps(["w1", 1, "i1"]).encode()) == "w1"
+    assert agent._check_peer(json.dumps(["w1", 1, "i1"]).encode()) == WorkerInfo("w1", 1)
     agent._entries = {"w1": entry(1)}
     agent._joined.set()
-    assert agent._check_peer(json.dumps(["w1", 1, "i1"]).encode()) == "w1"
+    assert agent._check_peer(json.dumps(["w1", 1, "i1"]).encode()) == WorkerInfo("w1", 1)
     with pytest.raises(AuthenticationError, match="not a worker of this group"):
         agent._check_peer(json.dumps(["w1", 1, "another instance"]).encode())

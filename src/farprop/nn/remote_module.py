@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 import farprop.rpc as rpc
 from farprop.nn.scripting import boxed, interface_type, methods_of
+from farprop.rpc import RRef
 
 __all__ = ["RemoteModule"]
 
@@ -41,37 +42,11 @@ _REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING = (
 
 # What modules can do and a RemoteModule can't, because what it would do it to is elsewhere.
 _UNSUPPORTED = (
-    "register_buffer",
-    "register_parameter",
-    "add_module",
-    "apply",
-    "cuda",
-    "ipu",
-    "xpu",
-    "cpu",
-    "type",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "to",
-    "register_backward_hook",
-    "register_forward_pre_hook",
-    "register_forward_hook",
-    "state_dict",
-    "load_state_dict",
-    "parameters",
-    "named_parameters",
-    "buffers",
-    "named_buffers",
-    "children",
-    "named_children",
-    "modules",
-    "named_modules",
-    "requires_grad_",
-    "zero_grad",
-    "share_memory",
-    "extra_repr",
+    *("register_buffer", "register_parameter", "add_module", "apply", "requires_grad_", "zero_grad", "share_memory"),
+    *("cuda", "ipu", "xpu", "cpu", "type", "float", "double", "half", "bfloat16", "to"),
+    *("register_backward_hook", "register_forward_pre_hook", "register_forward_hook"),
+    *("state_dict", "load_state_dict", "parameters", "named_parameters", "buffers", "named_buffers"),
+    *("children", "named_children", "modules", "named_modules", "extra_repr"),
 )
 _INSTEAD = {"parameters": ". Please use ``remote_parameters`` instead."}
 
@@ -83,7 +58,7 @@ class _Caller:
     the remote module would live until the garbage collector comes by.
     """
 
-    def __init__(self, module_rref: Any, device: str) -> None:
+    def __init__(self, module_rref: RRef[nn.Module], device: str) -> None:
         self._module_rref = module_rref
         self._device = device
 
@@ -127,7 +102,9 @@ class _RemoteModule(nn.Module):
         self._set_up(on, device, _module_interface_cls, rpc.remote(on, _create_module, creation))
 
     @staticmethod
-    def init_from_module_rref(remote_device: str, module_rref: Any, _module_interface_cls: Any = None) -> RemoteModule:
+    def init_from_module_rref(
+        remote_device: str, module_rref: RRef[nn.Module], _module_interface_cls: Any = None
+    ) -> RemoteModule:
         """Another RemoteModule for a module that exists already.
 
         Args:
@@ -139,7 +116,7 @@ class _RemoteModule(nn.Module):
         remote_module._set_up(*_place(remote_device), _module_interface_cls, module_rref)
         return remote_module
 
-    def _set_up(self, on: str | int, device: str, interface: Any, module_rref: Any) -> None:
+    def _set_up(self, on: str | int, device: str, interface: Any, module_rref: RRef[nn.Module]) -> None:
         self.on = on
         self.device = device
         self.is_device_map_set = False  # device maps are accepted and not used yet
@@ -157,11 +134,13 @@ class _RemoteModule(nn.Module):
         self._caller = boxed(caller)
         self._interface_name = interface.__torch_script_interface__
 
-    def remote_parameters(self, recurse: bool = True) -> list[Any]:
+    def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
         """References to the module's parameters; without those of its submodules if ``recurse`` is false."""
-        return rpc.rpc_sync(self.module_rref.owner_name(), _parameter_rrefs, (self.module_rref, recurse))  # type: ignore[no-any-return]
+        arguments = (self.module_rref, recurse)
+        found: list[RRef[nn.Parameter]] = rpc.rpc_sync(self.module_rref.owner_name(), _parameter_rrefs, arguments)
+        return found
 
-    def get_module_rref(self) -> Any:
+    def get_module_rref(self) -> RRef[nn.Module]:
         """The reference to the module."""
         return self.module_rref
 
@@ -291,7 +270,7 @@ def _create_module(
     return compiled
 
 
-def _run_forward(module_rref: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_forward(module_rref: RRef[nn.Module], device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     module = module_rref.local_value()
     if torch.device(device).type == "cpu":
         return module(*args, **kwargs)
@@ -299,9 +278,9 @@ def _run_forward(module_rref: Any, device: str, args: tuple[Any, ...], kwargs: d
     return tree_map_only(torch.Tensor, torch.Tensor.cpu, module(*args, **kwargs))
 
 
-def _parameter_rrefs(module_rref: Any, recurse: bool) -> list[Any]:
-    return [rpc.RRef(parameter) for parameter in module_rref.local_value().parameters(recurse)]
+def _parameter_rrefs(module_rref: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]]:
+    return [RRef(parameter) for parameter in module_rref.local_value().parameters(recurse)]
 
 
-def _train(module_rref: Any, mode: bool) -> None:
+def _train(module_rref: RRef[nn.Module], mode: bool) -> None:
     module_rref.local_value().train(mode)

@@ -214,8 +214,8 @@ def remote(
 ) -> RRef[Any]:
     """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result; returns a reference to it at once.
 
-    Arguments are as for :func:`rpc_sync`. What ``func`` raises comes at ``to_here``. ``timeout`` is how long the worker may
-    take to make the value; after that, every use of the reference raises ``RpcTimeoutError``.
+    Arguments are as for :func:`rpc_sync`. What ``func`` raises comes at ``to_here``. ``timeout`` is how long the worker
+    may take to make the value; after that, every use of the reference raises ``RpcTimeoutError``.
     """
     if not callable(func):
         raise TypeError("function should be callable.")

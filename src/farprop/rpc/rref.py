@@ -39,9 +39,9 @@ def call_site() -> str:
 class RRef(Generic[T]):
     """A reference to a value that lives on a worker, its owner.
 
-    ``RRef(value)`` makes this worker the owner; ``rpc.remote`` makes a value on another one. An RRef can be an argument or
-    (part of) a result of any call, and can't be pickled otherwise. The owner keeps the value until no RRef to it
-    is left on any worker.
+    ``RRef(value)`` makes this worker the owner; ``rpc.remote`` makes a value on another one. An RRef can be in the
+    arguments and the result of any call, and can't be pickled otherwise. The owner keeps the value until no RRef to
+    it is left on any worker.
     """
 
     __slots__ = ("__weakref__", "_creation", "_held", "_own", "_owner_name", "_type")

@@ -11,7 +11,7 @@ from torch.autograd.profiler_util import EventList
 from farprop.runtime import profiling
 
 
-class _server_process_global_profile(profiler_legacy.profile):
+class _server_process_global_profile(profiler_legacy.profile):  # noqa: N801, torch's name
     """As ``torch.autograd.profiler.profile``, for all calls that this process serves between enter and exit.
 
     ``process_global_function_events`` has a list of events for each call.

@@ -34,8 +34,8 @@ from farprop.runtime import rendezvous
 from farprop.runtime.cells import Cell
 from farprop.runtime.creation import CreationCall, ProfiledCreation
 from farprop.runtime.links import FutureCall, Link, timeout_error, was_sent
-from farprop.runtime.message_types import OPERATE
 from farprop.runtime.loop import Blocked, Loop
+from farprop.runtime.message_types import OPERATE
 from farprop.runtime.profiling import Session
 from farprop.runtime.references import ReferenceSpace
 from farprop.runtime.secret import Secret, find_secret

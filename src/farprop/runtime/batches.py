@@ -42,6 +42,7 @@ class Courier(Protocol):
 
 
 class _BatchCall(FutureCall):
+    quick = True
     __slots__ = ("_batches", "_number", "_peer")
 
     def __init__(self, batches: Batches, peer: int, number: int) -> None:

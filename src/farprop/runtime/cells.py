@@ -46,7 +46,7 @@ class Cell:
         self._finish(None, error)
 
     def break_off(self, error: BaseException) -> None:
-        """As ``fail``, and also if a value has come meanwhile: the call that should have made it is over for its caller."""
+        """As ``fail``, also if a value has come meanwhile: for its caller, the call that should have made it is over."""
         with self._lock:
             self.broken_off = True
             if self.done:

@@ -32,6 +32,8 @@ class ProfiledCreation:
 class CreationCall(FutureCall):
     """``keep`` is what has to live until the call has ended."""
 
+    quick = True
+
     __slots__ = ("_done", "_error", "_future", "_lock", "_profile", "_space", "keep", "subject")
 
     def __init__(
@@ -91,7 +93,7 @@ class CreationCall(FutureCall):
             self._error = error
             future = self._future
         if future is not None:
-            self._complete(future)
+            self._space.submit(self._complete, future)  # its callbacks are the user's
 
     def future(self) -> Future:
         """Done when the owner has answered."""

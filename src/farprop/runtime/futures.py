@@ -23,7 +23,7 @@ class Future(torch.futures.Future[Any]):
             if loop is not None:
                 with loop.blocked():
                     return super().wait()
-            if threading.current_thread() is threading.main_thread():
+            if threading.get_ident() == threading.main_thread().ident:
                 # Torch's own wait does not look for signals until it is over; a lock does.
                 bell = threading.Lock()
                 bell.acquire()

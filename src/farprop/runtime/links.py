@@ -57,9 +57,13 @@ class SyncCall:
 
 
 class FutureCall:
-    """A call that nobody waits for here: ``finish`` is called once with its outcome, on a thread of the pool."""
+    """A call that nobody waits for here: ``finish`` is called once with its outcome, on a thread of the pool; or by
+    whoever reads the answer, if it is ``quick``: farprop's own business, which runs nothing of a user's and never waits.
+    """
 
     __slots__ = ("timeout",)
+
+    quick = False
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
@@ -116,6 +120,7 @@ class Link:
         self._ids = itertools.count(1)
         self._calls: CallTable[SyncCall | FutureCall] = CallTable()
         self._reader: SyncCall | _LoopReads | None = None
+        self._loop_in_stream = False  # the loop reads this very moment
         self._followers: dict[SyncCall, None] = {}  # callers that wait while somebody else reads, in order
         self._wants_input = False
         self._wants_output = False
@@ -156,12 +161,16 @@ class Link:
                 if self._lost is not None:
                     raise _unsent(self._lost_error())
                 self._calls.open(call_id, call, 0.0)
-                if self._reader is not None:
+                if self._reader is not None and (self._reader is not _LOOP or self._loop_in_stream or pooled):
                     self._followers[call] = None
                 elif pooled and loop.holds_baton():
                     self._loop_reads()
                 else:
+                    # Also in the place of the loop: to wake it for the answer and then us would take much longer.
                     self._reader = call
+                    if self._wants_input:
+                        self._wants_input = False
+                        self._set_events()
                 self.sent += not flags & SYSTEM
             self._send(flags, call_id, timeout, name, encoded)
             while not call.done():
@@ -340,6 +349,8 @@ class Link:
             if isinstance(call, SyncCall):
                 call.frame = frame
                 call.ring()
+            elif call.quick:
+                call.finish(frame, None)
             else:
                 run(call.finish, frame, None)
 
@@ -402,10 +413,19 @@ class Link:
             if self._reader is None:
                 self._reader = _LOOP  # hang-up: read what is left, then the end
             elif self._reader is not _LOOP:
+                if not mask & ~(IN | OUT):
+                    return  # a caller has taken the reading over
                 # A caller reads and will find the end itself. Level-triggered hang-up would keep us busy until then.
                 self._hung_up = True
                 self._loop.remove(self._connection.fd)
                 return
+            self._loop_in_stream = True
+        try:
+            self._read_in_loop()
+        finally:
+            self._loop_in_stream = False
+
+    def _read_in_loop(self) -> None:
         try:
             frames = self._connection.receive()
             if frames is None:

@@ -165,6 +165,10 @@ class ReferenceSpace:
     def own_call_ended(self, value: OwnedValue) -> None:
         self._own_calls.pop(value.rref, None)
 
+    def submit(self, function: Callable[..., None], *args: Any) -> None:
+        """Run something on a thread of the pool."""
+        self._courier.submit(function, *args)
+
     def hold(self, record: UserReference) -> Held:
         return Held(self, record)
 
@@ -213,7 +217,7 @@ class ReferenceSpace:
     def _never_made(self, rref: GlobalId) -> ReferenceLostError:
         creator = self._courier.name_of_rank(rref.created_on)
         return ReferenceLostError(
-            f"RRef {rref} was never made on {self._worker}: {creator}, which called for it, died or lost the connection."
+            f"RRef {rref} was never made on {self._worker}: {creator}, which called for it, died or lost the link."
         )
 
     # Messages that leave

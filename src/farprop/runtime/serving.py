@@ -77,8 +77,8 @@ class Unproven:
 
 
 class Reply:
-    """Where the answer to a request goes. ``creation`` is what keeps the value, if the caller only wants to refer to it;
-    ``record`` gives what a profile recorded.
+    """Where the answer to a request goes. ``creation`` is what keeps the value, if the caller only wants to refer to
+    it; ``record`` gives what a profile recorded.
     """
 
     __slots__ = ("call_id", "connection", "creation", "flags", "record")

@@ -1,7 +1,7 @@
 """Finding out whether a worker that something is wrong with is alive.
 
-It is dialled. If it answers, it lives. If its address refuses us, or belongs to somebody else, it is dead. If it can't be
-reached at all, it is dialled again for a while, and then it is taken for dead.
+It is dialled. If it answers, it lives. If its address refuses us, or belongs to somebody else, it is dead. If it can't
+be reached at all, it is dialled again for a while, and then it is taken for dead.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``encode`` and ``decode``: any object to a pickle and large buffers, and back.
 
 Plain pickle first, because it is fast. What it can't name (lambdas, closures, local classes) is encoded
-again with cloudpickle. A class that has ``_reduce_for_call(pickler)`` says by it how it travels in calls, and only there.
-Objects that it adds to the pickler's ``travellers`` travel in front of the pickle, and ``arrival`` finds them.
+again with cloudpickle. A class that has ``_reduce_for_call(pickler)`` says by it how it travels in calls, and only
+there. Objects that it gives to the pickler's ``travel`` travel in front of the pickle, and ``arrival`` finds them.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Inbox:
         self._last = Reply(0, b"")
 
     def take(self, batch: Batch, do: Callable[[Operation], bool]) -> Reply:
-        """Do the operations of a new batch. One that was done already is answered as before, an older one as nothing."""
+        """Do the operations of a new batch. One that was done already is answered as before, an older one emptily."""
         if batch.number == self._last.number + 1:
             self._last = Reply(batch.number, bytes([do(operation) for operation in batch.operations]))
         if batch.number == self._last.number:

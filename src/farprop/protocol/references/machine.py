@@ -19,6 +19,7 @@ from farprop.protocol.references.records import Effect, Happening, OwnedValue, P
 from farprop.protocol.references.states import UNCONFIRMED, User, UserEvent, Value, ValueEvent
 
 _NO_PARENT = -1
+_UNREGISTERED = frozenset({User.ARRIVED, User.ARRIVED_DROPPED})
 _URGENT = frozenset({Kind.REGISTER, Kind.REVOKE, Kind.RECALL})
 
 
@@ -38,6 +39,8 @@ class References:
         self._revoked: set[GlobalId] = set()  # forks that must not be taken if they come after all
         self._recalled: set[GlobalId] = set()  # values whose calls must not be run if they come after all
         self._forgone: set[GlobalId] = set()  # forks of calls that have not come, gone already
+        self._orphaned: set[GlobalId] = set()  # values that forks may come of which nobody holds, because of a death
+        self._gone: set[GlobalId] = set()  # those of them that were made and freed
 
     def new_id(self) -> GlobalId:
         return GlobalId(self.me, next(self._numbers))
@@ -69,7 +72,7 @@ class References:
     def unsent(self, reference: UserReference) -> None:
         """The call was never sent."""
         if reference.state in (User.CREATING, User.CREATING_DROPPED):
-            if reference.shared:
+            if reference.early:
                 # Those it was passed to may have the owner wait for the call.
                 self._post(reference.owner, Operation(Kind.RECALL, reference.rref, reference.fork))
             self._user_event(reference, UserEvent.UNSENT)
@@ -87,7 +90,7 @@ class References:
             made = Fork(self.me, source.rref, fork, exists=True)
         else:
             source.children.add(fork)
-            source.shared = True
+            source.early = source.early or not source.exists
             made = Fork(source.owner, source.rref, fork, source.exists)
         self.passed[fork] = Passed(to, source, route)
         if to in self.dead:
@@ -152,7 +155,8 @@ class References:
     def _find_or_await(self, rref: GlobalId, exists: bool) -> OwnedValue | None:
         """The value; one to wait for if its call may still come; None if it was freed."""
         value = self.owned.get(rref)
-        if value is None and not exists and rref.created_on != self.me and rref.created_on not in self.dead:
+        may_come = not exists and rref.created_on != self.me and rref.created_on not in self.dead
+        if value is None and may_come and rref not in self._gone:
             value = self.owned[rref] = OwnedValue(rref, Value.AWAITED)
             if rref in self._recalled:
                 self._break(value)
@@ -210,13 +214,19 @@ class References:
         self._revoked = {fork for fork in self._revoked if fork.created_on != peer}
         self._recalled = {rref for rref in self._recalled if rref.created_on != peer}
         self._forgone = {fork for fork in self._forgone if fork.created_on != peer}
+        self._orphaned = {rref for rref in self._orphaned if rref.created_on != peer}
+        self._gone = {rref for rref in self._gone if rref.created_on != peer}
         for reference in [r for r in self.users.values() if r.owner == peer and r.state is not User.VOID]:
             self._user_event(reference, UserEvent.OWNER_DIED)
-        for fork in [fork for fork, passed in self.passed.items() if passed.to == peer]:
+        for fork, passed in [(fork, passed) for fork, passed in self.passed.items() if passed.to == peer]:
+            if isinstance(passed.source, UserReference):
+                passed.source.orphans = passed.source.early
             self._safe(fork, counted=False)
         for value in list(self.owned.values()):
-            value.forks = {fork: holder for fork, holder in value.forks.items() if holder != peer}
-            value.accepts = {fork: parent for fork, parent in value.accepts.items() if parent != peer}
+            if peer in value.forks.values():
+                value.forks = {fork: holder for fork, holder in value.forks.items() if holder != peer}
+                if value.rref.created_on not in (self.me, peer):
+                    self._orphaned.add(value.rref)
             if value.state is Value.AWAITED and value.rref.created_on == peer:
                 self._break(value)
             self._free_if_unused(value)
@@ -224,9 +234,9 @@ class References:
     # Operations that others ask for
 
     def _do(self, peer: int, operation: Operation) -> bool:
-        kind, rref, fork, exists = operation
+        kind, rref, fork, flag = operation
         if kind is Kind.REGISTER:
-            return self._register(peer, rref, fork, exists)
+            return self._register(peer, rref, fork, exists=flag)
         if kind is Kind.ACCEPT:
             self._safe(fork, counted=True)
             return True
@@ -234,6 +244,8 @@ class References:
             return self._revoke(rref, fork)
         if kind is Kind.RECALL:
             return self._recall(rref, fork)
+        if flag:
+            self._orphaned.add(rref)
         value = self.owned.get(rref)
         if value is not None and value.forks.pop(fork, None) is not None:
             self._free_if_unused(value)
@@ -285,11 +297,10 @@ class References:
     def _user_event(self, reference: UserReference, event: UserEvent) -> None:
         before = reference.state
         reference.move(event)
-        if before is User.ARRIVED or before is User.ARRIVED_DROPPED:
-            if reference.state not in (User.ARRIVED, User.ARRIVED_DROPPED):
-                self.effects.append(Effect(Happening.SETTLED, reference))
-                # Counted or not, the parent need not hold its own for this one any more.
-                self._post(reference.parent, Operation(Kind.ACCEPT, reference.rref, reference.fork))
+        if before in _UNREGISTERED and reference.state not in _UNREGISTERED:
+            self.effects.append(Effect(Happening.SETTLED, reference))
+            # Counted or not, the parent need not hold its own for this one any more.
+            self._post(reference.parent, Operation(Kind.ACCEPT, reference.rref, reference.fork))
         if reference.state is User.CONFIRMED:
             self.effects.append(Effect(Happening.CONFIRMED, reference))
         elif reference.state is User.VOID:
@@ -302,7 +313,7 @@ class References:
     def _release_if_free(self, reference: UserReference) -> None:
         if reference.state is User.DROPPED and not reference.children:
             kind = Kind.DELETE if reference.exists else Kind.FORGO
-            self._post(reference.owner, Operation(kind, reference.rref, reference.fork))
+            self._post(reference.owner, Operation(kind, reference.rref, reference.fork, reference.orphans))
             self._user_event(reference, UserEvent.CHILDREN_SAFE)
 
     def _safe(self, fork: GlobalId, counted: bool) -> None:
@@ -337,6 +348,8 @@ class References:
         if not value.forks and not value.accepts and value.state is not Value.FREED:
             if value.state is Value.AWAITED:
                 self.effects.append(Effect(Happening.BROKEN, value))
+            elif value.state is Value.MADE and value.rref in self._orphaned:
+                self._gone.add(value.rref)
             value.move(ValueEvent.LAST_GONE)
             self.owned.pop(value.rref, None)
             self.effects.append(Effect(Happening.FREED, value))

@@ -40,7 +40,9 @@ class Operation(NamedTuple):
     kind: Kind
     rref: GlobalId
     fork: GlobalId
-    exists: bool = False
+    flag: bool = False
+    """Of REGISTER: ``Fork.exists``. Of DELETE and FORGO: somebody whom the fork was passed to has died, and may have
+    passed it on before it was counted."""
 
 
 class Batch(NamedTuple):
@@ -77,14 +79,14 @@ def unpack_forks(data: bytes | bytearray | memoryview) -> tuple[list[Fork], int]
 
 
 def pack_operations(operations: Sequence[Operation]) -> bytes:
-    return b"".join([_OPERATION.pack(kind, *rref, *fork, exists) for kind, rref, fork, exists in operations])
+    return b"".join([_OPERATION.pack(kind, *rref, *fork, flag) for kind, rref, fork, flag in operations])
 
 
 def unpack_operations(data: bytes) -> tuple[Operation, ...]:
     try:
         return tuple(
-            Operation(Kind(kind), GlobalId(rref_on, rref), GlobalId(fork_on, fork), bool(exists))
-            for kind, rref_on, rref, fork_on, fork, exists in _OPERATION.iter_unpack(data)
+            Operation(Kind(kind), GlobalId(rref_on, rref), GlobalId(fork_on, fork), bool(flag))
+            for kind, rref_on, rref, fork_on, fork, flag in _OPERATION.iter_unpack(data)
         )
     except (struct.error, ValueError) as error:
         raise ProtocolError(f"a batch of operations on references makes no sense: {error}") from error

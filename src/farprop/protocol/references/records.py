@@ -19,7 +19,7 @@ from farprop.protocol.references.states import (
 class UserReference:
     """A reference to a value of another worker."""
 
-    __slots__ = ("cell", "children", "exists", "fork", "owner", "parent", "rref", "shared", "state")
+    __slots__ = ("cell", "children", "early", "exists", "fork", "orphans", "owner", "parent", "rref", "state")
 
     def __init__(self, owner: int, rref: GlobalId, fork: GlobalId, parent: int, state: User, exists: bool) -> None:
         self.owner = owner
@@ -29,7 +29,8 @@ class UserReference:
         self.state = state
         self.exists = exists
         self.children: set[GlobalId] = set()  # forks that were passed on and are not known to be counted
-        self.shared = False  # it was passed on
+        self.early = False  # it was passed on when the owner may not have had a record of the value
+        self.orphans = False  # somebody died whom it was passed to so early, and may have passed it on
         self.cell: Any = None  # the runtime's
 
     def move(self, event: UserEvent) -> None:
