@@ -6,6 +6,8 @@ A function's own exception is not here: it arrives as its own type.
 
 from __future__ import annotations
 
+import copy
+
 
 class FarpropError(RuntimeError):
     """Base of all errors that farprop itself raises."""
@@ -57,3 +59,22 @@ class AuthenticationError(FarpropError):
 
 class RendezvousError(FarpropError):
     """The workers of the job did not come together."""
+
+
+def renewed(error: BaseException) -> BaseException:
+    """A copy of an exception, to be raised in its place; itself if it can't be copied.
+
+    An exception keeps the frames that it was raised through, and they keep all that they work with. One that is kept
+    because it is raised at each use of something would keep that thing for ever.
+    """
+    try:
+        made = copy.copy(error)
+    except Exception:
+        return error
+    if type(made) is not type(error):
+        return error
+    if hasattr(error, "__notes__"):
+        made.__notes__ = list(error.__notes__)
+    made.__cause__, made.__context__ = error.__cause__, error.__context__
+    made.__suppress_context__ = error.__suppress_context__
+    return made

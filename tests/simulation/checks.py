@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from tests.simulation.worker import Worker
     from tests.simulation.world import World
 
-_ARRIVED = (User.ARRIVED, User.ARRIVED_DROPPED)
-
-
 # After every event
 
 
@@ -38,24 +35,25 @@ def every_step(world: World) -> None:
 
 def _has_its_value(world: World, worker: Worker, reference: UserReference) -> None:
     """A reference that the owner counts is counted there; one that it will count finds its value there."""
+    found = world.workers[reference.owner].state.owned.get(reference.rref)
+    arrived = reference.state is User.ARRIVED or reference.state is User.ARRIVED_DROPPED
+    if found is not None and (arrived or reference.fork in found.forks):
+        return
     if reference.state is User.VOID or world.ledger.parted(worker.rank, reference.owner):
         return
     story = world.ledger.forks[reference.fork]
-    if reference.state in _ARRIVED:
+    if arrived:
         _is_not_freed(world, story)
-        return
-    value = story.value
-    known = reference.exists or (value.came and not value.refused)
-    if known and not world.workers[reference.owner].counted(reference.rref, reference.fork):
+    elif reference.exists or (story.value.came and not story.value.refused):
         raise Violation(f"{show(reference)} of worker {worker.rank} is not counted by its owner")
 
 
 def _is_not_freed(world: World, story: ForkStory) -> None:
     value = story.value
-    owner = world.workers[value.owner]
-    if value.came and not value.refused and not owner.crashed and value.rref not in owner.state.owned:
-        if not world.ledger.excused(story) and not world.ledger.parted(story.holder, value.owner):
-            raise Violation(f"value {show(value.rref)} is freed, but worker {story.holder} has or gets a reference")
+    if value.rref in world.workers[value.owner].state.owned or not value.came or value.refused:
+        return
+    if not world.ledger.excused(story) and not world.ledger.parted(story.holder, value.owner):
+        raise Violation(f"value {show(value.rref)} is freed, but worker {story.holder} has or gets a reference")
 
 
 # When something happens

@@ -32,7 +32,7 @@ class Connection:
 class Letter:
     """A call or an answer on its way."""
 
-    __slots__ = ("call", "connection", "forks", "kind", "number", "source", "target")
+    __slots__ = ("call", "connection", "forks", "kind", "not_before", "number", "source", "target")
 
     def __init__(
         self, kind: str, call: Any, forks: list[Fork], source: int, target: int, connection: Connection | None
@@ -44,6 +44,7 @@ class Letter:
         self.target = target
         self.connection = connection  # none for what a worker sends to itself
         self.number = 0
+        self.not_before = 0.0
 
     @property
     def certain(self) -> bool:
@@ -80,13 +81,15 @@ class Network:
             return
         letter.number = next(self._numbers)
         self.in_flight[letter.number] = letter
-        self.world.clock.after(self._delay(), self._deliver_letter, letter)
+        makes = letter.kind == "calls" and letter.call.reference is not None
+        late = makes and not self.quiet and self.world.chance.random() < self.world.weather.late
+        self.world.clock.after(self._delay() + late * self.world.chance.uniform(0.1, 1.5), self._deliver_letter, letter)
 
     def _deliver_letter(self, letter: Letter) -> None:
         if letter.number not in self.in_flight:
             return
-        if self.apart(letter.source, letter.target):
-            self.world.clock.after(0.1 + self._delay(), self._deliver_letter, letter)
+        if self.apart(letter.source, letter.target) or letter.not_before > self.world.clock.now:
+            self.world.clock.after(0.05 + self._delay(), self._deliver_letter, letter)
             return
         del self.in_flight[letter.number]
         if self._received(letter.source, letter.target):
@@ -111,14 +114,22 @@ class Network:
         for rank in (connection.caller, connection.callee):
             self.world.clock.after(self._delay(), self.world.workers[rank].connection_lost, connection)
 
-    def cut_off(self, crashed: int) -> None:
-        """Some connections of a worker that crashed are seen to break before it is known to be dead."""
+    def cut_off(self, crashed: int) -> dict[int, float]:
+        """A worker crashed. Some connections are seen to break before it is known to be dead; some of what it sent
+        comes much later. Returns who hears from it until when.
+        """
+        chance = self.world.chance
+        heard_until: dict[int, float] = {}
+        for letter in self.in_flight.values():
+            if letter.source == crashed and chance.random() < 0.5:
+                letter.not_before = heard_until[letter.target] = self.world.clock.now + chance.uniform(0.5, 2.0)
         for connection in self._connections:
             if not connection.broken and crashed in (connection.caller, connection.callee):
                 connection.broken = True
                 other = connection.callee if crashed == connection.caller else connection.caller
-                if self.world.chance.random() < 0.5:
+                if chance.random() < 0.5:
                     self.world.clock.after(self._delay(), self.world.workers[other].connection_lost, connection)
+        return heard_until
 
     # Batches and replies
 

@@ -78,7 +78,7 @@ def _send(worker: Worker, call: Call, passing: list[UserReference | OwnedValue])
     """Send a call, or don't, and give up on its answer some time, or wait for it."""
     chance, weather, clock = worker.world.chance, worker.world.weather, worker.world.clock
     forks = [worker.fork(thing, call.callee, call.connection) for thing in passing]
-    if call.callee in worker.machine.dead:
+    if call.callee in worker.state.dead:
         worker.never_send(call, forks)
     elif chance.random() < weather.unsent:
         clock.after(chance.choice((0.0, chance.uniform(0.0, 0.3))), worker.never_send, call, forks)

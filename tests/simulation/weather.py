@@ -12,6 +12,7 @@ class Weather(NamedTuple):
     loss: float  # of a batch or a reply
     duplication: float  # of a batch or a reply
     slow: float  # how often a message takes very long
+    late: float  # how often a call that makes a value takes very long, so that references to the value overtake it
     timeouts: float  # how often a caller gives up early
     unsent: float  # how often a message is never sent
     breaks: int  # connections that break
@@ -29,11 +30,12 @@ def draw(chance: random.Random) -> Weather:
         loss=chance.choice((0.0, 0.1, 0.4)),
         duplication=chance.choice((0.0, 0.1, 0.4)),
         slow=chance.choice((0.0, 0.1, 0.5)),
+        late=chance.choice((0.0, 0.5)),
         timeouts=chance.choice((0.0, 0.1, 0.3)),
         unsent=chance.choice((0.0, 0.0, 0.1)),
         breaks=chance.choice((0, 0, 2, 6)),
         partitions=partitions,
         divorces=divorces,
         crashes=chance.choice((0, 1)) if divorces else chance.choice((1, 2, 3)) if deadly else 0,
-        haste=chance.choice((0.0, 0.3, 0.7)),
+        haste=chance.choice((0.0, 0.4, 0.8)),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from farprop.ids import GlobalId
 from farprop.protocol.references.machine import References
 from farprop.protocol.references.messages import Batch, Fork, Reply
 from farprop.protocol.references.records import Happening, OwnedValue, UserReference
@@ -83,6 +82,11 @@ class Worker:
     def everything(self) -> list[UserReference | OwnedValue]:
         """What the program can reach."""
         return [*self.held, *(thing for task in self.tasks for thing in task.arguments)]
+
+    def passes_on_uncounted(self) -> bool:
+        """Whether somebody gets a reference from here that came here itself a moment ago."""
+        sources = [passed.source for passed in self.state.passed.values()]
+        return any(isinstance(s, UserReference) and s.early and not s.made_here for s in sources)
 
     def owner_of(self, thing: UserReference | OwnedValue) -> int:
         return thing.owner if isinstance(thing, UserReference) else self.rank
@@ -164,7 +168,7 @@ class Worker:
         connection.heard.add(self.rank)
         if self.connections.get(connection.callee) is connection:
             del self.connections[connection.callee]
-        for fork, passed in self.machine.passed.items():
+        for fork, passed in self.state.passed.items():
             if passed.route is connection:
                 self.world.ledger.forks[fork].revoked = True
         self.machine.route_lost(connection)
@@ -175,7 +179,7 @@ class Worker:
                 self.machine.unanswered(call.reference, lost=True)
 
     def hear_death(self, peer: int) -> None:
-        if self.crashed or peer in self.machine.dead:
+        if self.crashed or peer in self.state.dead:
             return
         self.world.say("%d takes %d for dead", self.rank, peer)
         self.machine.died(peer)
@@ -249,7 +253,7 @@ class Worker:
     def _answer(self, call: Call) -> None:
         chance = self.world.chance
         to = call.caller
-        if to in self.machine.dead:
+        if to in self.state.dead:
             return
         things = self.passable()
         chosen = chance.sample(things, min(len(things), chance.choice((0, 0, 1, 2))))
@@ -293,7 +297,7 @@ class Worker:
             self.world.clock.after(0.001, self._start, task)
 
     def _send_batch(self, peer: int) -> None:
-        batch = None if self.crashed else self.machine.outgoing(peer)
+        batch = None if self.crashed else self.state.outgoing(peer)
         if batch is not None and self._sent.get(peer) is not batch:
             self._sent[peer] = batch
             for operation in batch.operations:
@@ -301,10 +305,6 @@ class Worker:
             self._post(peer, batch)
 
     def _post(self, peer: int, batch: Batch) -> None:
-        if not self.crashed and self.machine.outgoing(peer) is batch:
+        if not self.crashed and self.state.outgoing(peer) is batch:
             self.world.network.post(self.rank, peer, batch)
             self.world.clock.after(RETRY, self._post, peer, batch)
-
-    def counted(self, rref: GlobalId, fork: GlobalId) -> bool:
-        value = self.state.owned.get(rref)
-        return value is not None and fork in value.forks

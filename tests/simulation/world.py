@@ -35,7 +35,7 @@ class World:
         self.counts: Counter[str] = Counter()
         self.touched: set[int] = set()  # the workers with whose machines this event had to do
         self.network = Network(self)
-        self.workers = [Worker(self, rank) for rank in range(chance.randint(2, 5))]
+        self.workers = [Worker(self, rank) for rank in range(chance.choice((2, 3, 4, 4, 5, 5)))]
         self._numbers = itertools.count(1)
         self.say("%d workers, %s", len(self.workers), self.weather)
 
@@ -60,7 +60,7 @@ class World:
         for index in range(weather.partitions):
             self._plan_partition(seconds, divorce=index < weather.divorces)
         for _ in range(weather.crashes):
-            clock.after(chance.uniform(0.0, seconds), self._crash)
+            clock.after(chance.uniform(0.0, seconds), self._crash, chance.choice((0, 30)))
         clock.after(seconds, self._quiet)
         self._run_dry()
         checks.calm(self)
@@ -102,21 +102,26 @@ class World:
             self.clock.after(start + length / 2, self._divorce)
         self.clock.after(start + length, self.network.heal)
 
-    def _crash(self) -> None:
+    def _crash(self, patience: int) -> None:
         """A worker vanishes. The others hear of it in their time, some of them first that the connection is lost."""
         live = self.live()
         if len(live) < 2:
             return
-        # The worst moment is when others depend on what it is about to do.
-        busy = max(live, key=lambda worker: len(worker.state.passed))
-        worker = busy if self.chance.random() < 0.7 else self.chance.choice(live)
+        # The worst moment is when it has just passed on what the owner does not count yet. Wait for it for a while.
+        risky = [worker for worker in live if worker.passes_on_uncounted()]
+        if patience and not risky:
+            self.clock.after(0.02, self._crash, patience - 1)
+            return
+        worker = self.chance.choice(risky or live)
         self.say("%d crashes", worker.rank)
         self.counts["crashes"] += 1
         worker.crashed = True
         self.ledger.crash(worker.rank)
-        self.network.cut_off(worker.rank)
+        heard_until = self.network.cut_off(worker.rank)
         for other in self.live():
-            self.clock.after(self.chance.uniform(0.01, 1.0), other.hear_death, worker.rank)
+            delay = self.chance.choice((self.chance.uniform(0.0, 0.1), self.chance.uniform(0.1, 1.0)))
+            still_heard = heard_until.get(other.rank, self.clock.now) - self.clock.now
+            self.clock.after(still_heard + delay, other.hear_death, worker.rank)
 
     def _divorce(self) -> None:
         """A worker takes another one for dead that is not. That one notices when it is refused, if not before."""

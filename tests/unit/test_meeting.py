@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import pickle
-import threading
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farprop.config import Settings
-from farprop.errors import AuthenticationError, RendezvousError, UsageError
+from farprop.errors import AuthenticationError, ProtocolError, RendezvousError, UsageError
 from farprop.ids import WorkerInfo
 from farprop.protocol.roster import Entry, judge, verdict_from_json, verdict_to_json
-from farprop.runtime.agent import Agent
-from farprop.runtime.references import ReferenceSpace
+from farprop.runtime.group import Group
 from farprop.runtime.secret import find_secret
 from farprop.wire.functions import FunctionNotFound, name_of, resolve
 
@@ -139,20 +137,20 @@ def test_names_that_lead_nowhere(name: bytes) -> None:
 
 def test_a_peer_that_comes_while_we_join_is_not_a_stranger() -> None:
     """It was looked up before this worker had joined, and judged after."""
-    agent = Agent.__new__(Agent)
-    agent._joined = threading.Event()
-    agent.is_static_group = True
-    agent.references = ReferenceSpace(0, "w0", agent)
+    group = Group(None, WorkerInfo("w0", 0), 2)  # type: ignore[arg-type]
 
     class JoinsMeanwhile(dict[str, Entry]):
         def get(self, *_: object) -> None:  # type: ignore[override]
-            agent._entries = {"w1": entry(1)}
-            agent._joined.set()
+            group.entries = {"w1": entry(1)}
+            group.joined.set()
 
-    agent._entries = JoinsMeanwhile()
-    assert agent._check_peer(json.dumps(["w1", 1, "i1"]).encode()) == WorkerInfo("w1", 1)
-    agent._entries = {"w1": entry(1)}
-    agent._joined.set()
-    assert agent._check_peer(json.dumps(["w1", 1, "i1"]).encode()) == WorkerInfo("w1", 1)
+    group.entries = JoinsMeanwhile()
+    known = WorkerInfo("w1", 1), "i1"
+    assert group.identify(json.dumps(["w1", 1, "i1"]).encode()) == known
+    group.entries = {"w1": entry(1)}
+    group.joined.set()
+    assert group.identify(json.dumps(["w1", 1, "i1"]).encode()) == known
     with pytest.raises(AuthenticationError, match="not a worker of this group"):
-        agent._check_peer(json.dumps(["w1", 1, "another instance"]).encode())
+        group.identify(json.dumps(["w1", 1, "another instance"]).encode())
+    with pytest.raises(ProtocolError, match="makes no sense"):
+        group.identify(b"{}")

@@ -20,6 +20,7 @@ from farprop.rpc import internal
 from farprop.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from farprop.rpc.inspection import live_references
 from farprop.rpc.internal import PythonUDF, RPCExecMode, _build_rpc_profiling_key, _internal_rpc_pickler
+from farprop.rpc.options import checked_timeout
 from farprop.rpc.rref import RRef, call_site
 from farprop.runtime import current, profiling
 from farprop.runtime.agent import Agent
@@ -27,7 +28,7 @@ from farprop.runtime.current import current_agent
 from farprop.runtime.futures import Future
 from farprop.runtime.gather import AllGatherStates, Gatherings, gather
 from farprop.runtime.profiling import Session
-from farprop.wire.frames import MAX_SECONDS, SYSTEM
+from farprop.wire.frames import SYSTEM
 
 __all__ = ["AllGatherStates", "get_worker_info", "remote", "rpc_async", "rpc_sync", "shutdown"]
 
@@ -143,7 +144,7 @@ def rpc_sync(
     if not callable(func):
         raise TypeError("function should be callable.")
     if timeout != UNSET_RPC_TIMEOUT:
-        timeout = _checked_timeout(timeout)
+        timeout = checked_timeout(timeout)
     if _profiler_enabled() and (session := profiling.session()) is not None:
         return _call_profiled(agent, session, RPCExecMode.SYNC, to, func, args, kwargs, timeout).wait()
     if _default_pickler is not _internal_rpc_pickler:
@@ -169,7 +170,7 @@ def rpc_async(
     if not callable(func):
         raise TypeError("function should be callable.")
     if timeout != UNSET_RPC_TIMEOUT:
-        timeout = _checked_timeout(timeout)
+        timeout = checked_timeout(timeout)
     if _profiler_enabled() and (session := profiling.session()) is not None:
         future = _call_profiled(agent, session, RPCExecMode.ASYNC, to, func, args, kwargs, timeout)
     else:
@@ -230,7 +231,7 @@ def _remote(
     if type(to) is not str:
         to = _to_worker_info(to).name
     if timeout != UNSET_RPC_TIMEOUT:
-        timeout = _checked_timeout(timeout)
+        timeout = checked_timeout(timeout)
     profile = None
     if _profiler_enabled() and (session := profiling.session()) is not None:
         profile = session, _profiling_key(agent, RPCExecMode.REMOTE, to, func)
@@ -249,14 +250,7 @@ def get_rpc_timeout() -> float:
 
 def _set_rpc_timeout(timeout: float) -> None:
     """Set the process's default timeout of calls, in seconds; 0 is for none. Calls under way keep theirs."""
-    current_agent().rpc_timeout = _checked_timeout(timeout)
-
-
-def _checked_timeout(timeout: float) -> float:
-    """Seconds, 0 for none; what is longer than years is none as well."""
-    if not timeout >= 0:
-        raise ValueError(f"A timeout is 0 (none) or more seconds, not {timeout}.")
-    return float(timeout) if timeout < MAX_SECONDS else 0.0
+    current_agent().rpc_timeout = checked_timeout(timeout)
 
 
 # Gatherings. The next two run on other workers, found by name.

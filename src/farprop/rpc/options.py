@@ -90,3 +90,10 @@ def _to_device_map(device_map: Any) -> dict[torch.device, torch.device]:
         full[source] = target
         sources[target] = source
     return full
+
+
+def checked_timeout(timeout: float) -> float:
+    """Seconds, 0 for none; what is longer than years is none as well."""
+    if not timeout >= 0:
+        raise ValueError(f"A timeout is 0 (none) or more seconds, not {timeout}.")
+    return float(timeout) if timeout < MAX_SECONDS else 0.0

@@ -12,6 +12,7 @@ from farprop.ids import WorkerInfo
 from farprop.protocol.references.records import OwnedValue, UserReference
 from farprop.protocol.references.states import User
 from farprop.rpc.constants import UNSET_RPC_TIMEOUT
+from farprop.rpc.options import checked_timeout
 from farprop.rpc.rref_proxy import RRefProxy
 from farprop.runtime import owner_calls
 from farprop.runtime.agent import Agent
@@ -98,6 +99,8 @@ class RRef(Generic[T]):
 
         Raises what the function that should have made it raised; ``ReferenceLostError`` if the owner died.
         """
+        if timeout != UNSET_RPC_TIMEOUT:
+            timeout = checked_timeout(timeout)
         if self._own is not None:
             return self._value_here(timeout)
         record = self._record
@@ -221,7 +224,7 @@ class RRef(Generic[T]):
             self._held.check(use)
             return self._held.record
         if self._own.cell.broken_off:
-            raise self._own.cell.error
+            self._own.cell.get()  # raises
         return self._own
 
     def _reduce_for_call(self, pickler: Any) -> tuple[Any, ...]:

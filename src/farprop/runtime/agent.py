@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,20 +21,21 @@ from farprop.errors import (
     AuthenticationError,
     ConnectionLostError,
     InjectedFaultError,
-    ProtocolError,
     UsageError,
 )
 from farprop.ids import WorkerInfo
-from farprop.protocol.handshake import READY, Dialler, Listener
 from farprop.protocol.references.messages import Fork
 from farprop.protocol.references.records import OwnedValue, UserReference
 from farprop.protocol.roster import Entry
 from farprop.runtime import rendezvous
 from farprop.runtime.cells import Cell
 from farprop.runtime.creation import CreationCall, ProfiledCreation
+from farprop.runtime.dialling import Dialling
+from farprop.runtime.group import Group
 from farprop.runtime.links import FutureCall, Link, timeout_error, was_sent
 from farprop.runtime.loop import Blocked, Loop
 from farprop.runtime.message_types import OPERATE
+from farprop.runtime.outcomes import ProfiledCall, TorchCall, value_of
 from farprop.runtime.profiling import Session
 from farprop.runtime.references import ReferenceSpace
 from farprop.runtime.secret import Secret, find_secret
@@ -45,9 +45,8 @@ from farprop.transport import sockets
 from farprop.transport.connection import Connection
 from farprop.transport.faulty import FaultyConnection, Judge, Verdict
 from farprop.transport.segments import SegmentPool
-from farprop.wire.codec import Encoded, decode_value, decode_with, encode, encode_call
-from farprop.wire.failures import decode_failure
-from farprop.wire.frames import ANSWER, PROFILED, SYSTEM, Frame
+from farprop.wire.codec import Encoded, encode, encode_call
+from farprop.wire.frames import PROFILED, SYSTEM
 from farprop.wire.functions import name_of
 
 _log = logging.getLogger("farprop.agent")
@@ -77,23 +76,20 @@ class Agent:
     """A worker of a job. It listens from the start; ``join_group`` finds the others."""
 
     def __init__(self, store: dist.Store, name: str, rank: int, world_size: int | None, options: AgentOptions) -> None:
-        self.store: Any = store  # None once closed: exceptions may keep us alive, and with us the store's sockets
         self.rpc_timeout = float(options.rpc_timeout)
-        self.is_static_group = world_size is not None
         self._info = WorkerInfo(name, rank)
+        self._group = Group(store, self._info, world_size)
         self._settings = Settings.from_env()
         self._secret: Secret = find_secret(self._settings, rendezvous.job_of(store))
         self._instance = secrets.token_hex(8)
-        self._identity = json.dumps([name, rank, self._instance]).encode()
+        self._dialling = Dialling(
+            json.dumps([name, rank, self._instance]).encode(),
+            self._secret.key,
+            self._settings.transport == "auto" and sockets.HAVE_UNIX,
+        )
         self._pool = SegmentPool(self._settings.shm_pool_bytes)
-        self._net = sockets.network_namespace()
-        self._unix_allowed = self._settings.transport == "auto" and sockets.HAVE_UNIX
         self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
-        self._entries: dict[str, Entry] = {}
-        self._joined = threading.Event()
-        self._world_size = world_size
-        self._place = 0
         self._gives_due = False
         self._closed = False
         self._judge: Judge | None = None
@@ -105,14 +101,14 @@ class Agent:
         self._server = Server(
             self._loop,
             name,
-            lambda: Listener(self._secret.key, self._identity, secrets.token_bytes(32)),
+            self._dialling.listener,
             self._new_connection,
             self._check_peer,
             self._on_peer_lost,
             self.references,
         )
         try:
-            self._own_entry = self._listen(options)
+            self._own_entry = self._listen(options, world_size)
             self._loop.start(self._on_alarm, self._on_pause)
         except BaseException:
             self.close()
@@ -120,7 +116,7 @@ class Agent:
 
     # Joining
 
-    def _listen(self, options: AgentOptions) -> Entry:
+    def _listen(self, options: AgentOptions, world_size: int | None) -> Entry:
         interface = self._settings.interface
         host = (
             sockets.interface_address(interface)
@@ -130,17 +126,17 @@ class Agent:
         tcp = sockets.listen_tcp(host, self._settings.port_range)
         self._server.listen(tcp)
         unix = ""
-        if self._unix_allowed:
+        if self._dialling.unix_allowed:
             unix = f"farprop-{self._instance}"
             self._server.listen(sockets.listen_unix(unix))
         return Entry(
             name=self._info.name,
             rank=self._info.id,
-            world_size=self._world_size or 0,
+            world_size=world_size or 0,
             instance=self._instance,
             tcp=tcp.getsockname()[:2],
             unix=unix,
-            net=self._net,
+            net=self._dialling.net,
             host=socket.gethostname(),
             pid=os.getpid(),
             fingerprint=self._secret.fingerprint,
@@ -149,62 +145,35 @@ class Agent:
 
     def join_group(self) -> None:
         """Meet the other workers. Returns when all are there, in a static group; raises if they can't be a group."""
-        if self._world_size is None:
-            self._place = rendezvous.enter(self.store, self._own_entry)
-            self._entries = rendezvous.members(self.store)
-        else:
-            entries = rendezvous.meet(self.store, self._own_entry, meeting_seconds(self.rpc_timeout))
-            if self._info.id == 0:
-                self._secret.remove_file()  # all have read it
-            self._entries = {entry.name: entry for entry in entries}
-        self._joined.set()
+        self._group.join(self._own_entry, meeting_seconds(self.rpc_timeout))
+        if self._group.is_static and self._info.id == 0:
+            self._secret.remove_file()  # all have read it
 
     # Who is who
+
+    @property
+    def is_static_group(self) -> bool:
+        return self._group.is_static
 
     def get_worker_info(self, worker: str | int | WorkerInfo | None = None) -> WorkerInfo:
         """This worker's info, or that of the worker with this name or id."""
         if worker is None:
             return self._info
-        if isinstance(worker, WorkerInfo):
-            return worker
-        found = self._find(worker)
-        if found is None and not self._joined.is_set():
-            # A peer that joined a moment before us has called a function here that looks around.
-            self._joined.wait(_DIAL_SECONDS)
-            found = self._find(worker)
-        if found is None and not self.is_static_group:
-            self._entries = rendezvous.members(self.store)
-            found = self._find(worker)
-        if found is None:
-            known = ", ".join(sorted(self._entries))
-            raise UsageError(f"{self._info.name} could not find destination {worker!r}. Workers of this job: {known}.")
-        return WorkerInfo(found.name, found.rank)
-
-    def _find(self, worker: str | int) -> Entry | None:
-        if isinstance(worker, str):
-            return self._entries.get(worker)
-        return next((entry for entry in self._entries.values() if entry.rank == worker), None)
+        return worker if isinstance(worker, WorkerInfo) else self._group.info(worker)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
-        if not self.is_static_group:
-            self._entries = rendezvous.members(self.store)
-        return [WorkerInfo(entry.name, entry.rank) for entry in self._entries.values()]
+        return self._group.infos()
+
+    def name_of_rank(self, rank: int) -> str:
+        entry = self._group.find(rank)
+        return f"worker {rank}" if entry is None else entry.name
 
     def _check_peer(self, identity: bytes) -> WorkerInfo:
-        """Who a peer is that has proved itself; refuses one that is not of this group."""
-        try:
-            name, rank, instance = json.loads(identity)
-            peer = WorkerInfo(name, rank)
-        except (ValueError, TypeError, UsageError) as error:
-            raise ProtocolError(f"a peer's identity makes no sense: {error}") from error
-        # In this order: a peer may come while this worker is still joining, and is not known before that.
-        if self._joined.is_set() and self.is_static_group:
-            known = self._entries.get(name)
-            if known is None or known.instance != instance:
-                raise AuthenticationError(f"{name} knows the secret but is not a worker of this group")
-        if self.references.is_dead(rank, instance):
-            raise AuthenticationError(f"{name} was taken for dead")
-        self.references.meet(rank, instance)
+        """Who a peer is that has proved itself; refuses one that is not of this group, or was taken for dead."""
+        peer, instance = self._group.identify(identity)
+        if self.references.is_dead(peer.id, instance):
+            raise AuthenticationError(f"{peer.name} was taken for dead")
+        self.references.meet(peer.id, instance)
         return peer
 
     # Connections
@@ -251,19 +220,14 @@ class Agent:
     def _dial_now(self, name: str, deadline: float) -> Link:
         if self._closed:
             raise UsageError("RPC has been shut down on this worker.")
-        entry = self._entries.get(name)
+        entry = self._group.find(name)
         if entry is None:
             raise UsageError(f"{self._info.name} could not find destination {name!r}.")
         if self.references.is_dead(entry.rank, entry.instance):
             raise ConnectionLostError(f"{name} ({entry.host}, pid {entry.pid}) has died.")
         link = Link(self._loop, name, entry.rank, self._on_lost, self.references.arrive)
-        try:
-            sock = sockets.dial(entry, self._net, self._unix_allowed, deadline, partial(self._prove, entry))
-        except ConnectionLostError as error:
-            raise ConnectionLostError(
-                f"Can't reach {name} ({entry.host}, pid {entry.pid}): {error}. It has shut down or died, or the "
-                "network is cut."
-            ) from error
+        sock = self._dialling.dial(entry, deadline)
+        self.references.meet(entry.rank, entry.instance)
         connection = self._new_connection(sock, name, link.want_output)
         try:
             connection.open_passage()
@@ -284,28 +248,6 @@ class Agent:
         """The link to use from now on: this one, or one that another thread has dialled meanwhile; None when closed."""
         with self._lock:
             return None if self._closed else self._links.setdefault(link.peer, link)
-
-    def _prove(self, entry: Entry, sock: socket.socket) -> None:
-        machine = Dialler(self._secret.key, self._identity, secrets.token_bytes(32))
-        sock.sendall(machine.start())
-        while machine.state != READY:
-            data = sock.recv(512)
-            if not data and not machine.peer_identity:
-                raise ConnectionLostError("it closed the connection before it said who it is")
-            if not data:
-                raise AuthenticationError(
-                    f"{entry.name} closed the connection during the handshake: it does not know this job's secret, or "
-                    "is not of this job. All workers need the same FARPROP_SECRET."
-                )
-            reply = machine.receive(data)
-            if reply:
-                sock.sendall(reply)
-        name, _, instance = json.loads(machine.peer_identity)
-        if name != entry.name or instance != entry.instance:
-            taken = ConnectionLostError(f"its address belongs to {name} of another start now")
-            taken.somebody_else = True  # type: ignore[attr-defined]
-            raise taken
-        self.references.meet(entry.rank, instance)
 
     def _on_lost(self, link: Link, reason: str) -> None:
         _log.info("%s: lost the connection to %s: %s", self._info.name, link.peer, reason)
@@ -480,10 +422,6 @@ class Agent:
 
     # What the references need
 
-    def name_of_rank(self, rank: int) -> str:
-        entry = self._find(rank)
-        return f"worker {rank}" if entry is None else entry.name
-
     def send_batch(self, rank: int, number: int, operations: bytes, call: FutureCall) -> None:
         encoded = encode_call(None, (self._info.id, number, operations), {})
         self.link(rank, call.timeout).call_async(SYSTEM, OPERATE, encoded, call)
@@ -553,14 +491,12 @@ class Agent:
     # Ending
 
     def leave(self) -> None:
-        """A dynamic group: tell the store that this worker is gone."""
-        if self._place:
-            try:
-                rendezvous.leave(self.store, self._own_entry, self._place)
-                if not rendezvous.members(self.store):
-                    self._secret.remove_file()
-            except RuntimeError as error:
-                _log.info("%s: the store is gone already: %s", self._info.name, error)
+        """A group that comes and goes: tell the store that this worker is gone."""
+        try:
+            if self._group.leave(self._own_entry):
+                self._secret.remove_file()
+        except RuntimeError as error:
+            _log.info("%s: the store is gone already: %s", self._info.name, error)
 
     def shutdown(self) -> None:
         """Stop, once the answers that farprop's own gatherings owe to others are sent."""
@@ -584,7 +520,7 @@ class Agent:
                 return
             self._closed = True
             links = list(self._links.values())
-        if not self._joined.is_set():
+        if not self._group.joined.is_set():
             self._secret.remove_file()  # nobody will come any more
         self._survival.close()
         self.references.close()
@@ -592,71 +528,8 @@ class Agent:
             link.lose("this worker shut down")
         self._server.close()
         self._loop.close(timeout)
-        self.store = None
-
-
-def value_of(frame: Frame) -> Any:
-    """What a call returns for this answer, or raises."""
-    if frame.kind == ANSWER:
-        if frame.arrivals is not None:
-            return decode_with(frame.arrivals.items, decode_value, frame.meta, frame.buffers, frame.flags)
-        return decode_value(frame.meta, frame.buffers, frame.flags)
-    raise decode_failure(frame.meta)
+        self._group.store = None  # exceptions may keep us alive, and with us the store's sockets
 
 
 def _shown(name: bytes | None, function: Any) -> str:
     return name.decode() if name else getattr(function, "__qualname__", type(function).__name__)
-
-
-class TorchCall(FutureCall):
-    """A call whose outcome completes a future; its callbacks run where it is completed."""
-
-    __slots__ = ("future",)
-
-    def __init__(self, timeout: float, future: torch.futures.Future[Any]) -> None:
-        self.timeout = timeout
-        self.future = future
-
-    def finish(self, frame: Frame | None, error: Exception | None) -> None:
-        if frame is not None:
-            try:
-                value = value_of(frame)
-            except Exception as raised:
-                error = raised
-            else:
-                _set_result(self.future, value)
-                return
-        assert error is not None
-        self.future.set_exception(error)
-
-
-class ProfiledCall(TorchCall):
-    """The same under a profile: what the callee recorded goes into it before the future is done."""
-
-    __slots__ = ("_began", "_key", "_own_id", "_session")
-
-    def __init__(
-        self, timeout: float, future: torch.futures.Future[Any], session: Session, key: str, own_id: int
-    ) -> None:
-        super().__init__(timeout, future)
-        self._session = session
-        self._key = key
-        self._own_id = own_id
-        self._began = time.perf_counter()
-
-    def finish(self, frame: Frame | None, error: Exception | None) -> None:
-        value = remote = None
-        if frame is not None:
-            try:
-                value, remote = value_of(frame)
-            except Exception as raised:
-                error = raised
-        self._session.add_call(self._key, self._began, self._own_id, remote)
-        if error is None:
-            self.future.set_result(value)
-        else:
-            self.future.set_exception(error)
-
-
-# Without the layer of Python that torch.futures puts around it.
-_set_result = torch._C.Future.set_result

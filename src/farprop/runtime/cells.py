@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from farprop.errors import renewed
 from farprop.runtime.loop import loop_of_this_thread
 
 
@@ -46,7 +47,7 @@ class Cell:
         self._finish(None, error)
 
     def break_off(self, error: BaseException) -> None:
-        """As ``fail``, also if a value has come meanwhile: for its caller, the call that should have made it is over."""
+        """As ``fail``, also if a value has come meanwhile: for its caller, the call that should make it is over."""
         with self._lock:
             self.broken_off = True
             if self.done:
@@ -88,7 +89,7 @@ class Cell:
     def get(self) -> Any:
         """The value; raises the exception. Only when it is done."""
         if self.error is not None:
-            raise self.error.with_traceback(self._traceback)  # else it would grow with every raise
+            raise renewed(self.error).with_traceback(self._traceback)  # else it would grow with every raise
         return self.value
 
 

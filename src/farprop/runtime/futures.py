@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from farprop.errors import renewed
 from farprop.runtime.loop import loop_of_this_thread
 
 
@@ -30,3 +31,16 @@ class Future(torch.futures.Future[Any]):
                 self.add_done_callback(lambda _: bell.release())
                 bell.acquire()
         return super().wait()
+
+    def set_exception(self, result: Any) -> None:
+        """As torch's, but every ``wait`` raises a copy. Torch keeps the exception where the garbage collector does not
+        see it: with it would stay the frames that it was raised through, which have this future, for ever.
+        """
+        assert isinstance(result, Exception), f"{result!r} is not an exception"
+        result.__traceback__ = None
+        self._set_unwrap_func(_raise_renewed)
+        self.set_result(result)
+
+
+def _raise_renewed(error: Exception) -> None:
+    raise renewed(error)

@@ -58,7 +58,7 @@ class SyncCall:
 
 class FutureCall:
     """A call that nobody waits for here: ``finish`` is called once with its outcome, on a thread of the pool; or by
-    whoever reads the answer, if it is ``quick``: farprop's own business, which runs nothing of a user's and never waits.
+    whoever reads the answer, if it is ``quick``: farprop's own business, which runs nothing of a user's and is short.
     """
 
     __slots__ = ("timeout",)

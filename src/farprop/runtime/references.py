@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from farprop.errors import ConnectionLostError, FarpropError, ProtocolError, ReferenceLostError, UsageError
+from farprop.errors import ConnectionLostError, FarpropError, ProtocolError, ReferenceLostError, UsageError, renewed
 from farprop.ids import GlobalId
 from farprop.protocol.references.machine import References
 from farprop.protocol.references.messages import Batch, Fork, Reply, pack_forks, unpack_forks, unpack_operations
@@ -204,7 +204,7 @@ class ReferenceSpace:
             return
         owner = self._courier.name_of_rank(record.owner)
         if record.state is User.DOUBTFUL or (record.state is User.VOID and record.cell.error is not None):
-            raise record.cell.error
+            raise renewed(record.cell.error)
         if record.state is not User.VOID:
             raise UsageError(f"{describe(record)} has been deleted. Cannot call {use} after deletion.")
         if record.owner in self._machine.dead:

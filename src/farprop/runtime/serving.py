@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 import threading
@@ -13,19 +12,15 @@ from typing import Any
 
 import torch
 
-from farprop.errors import (
-    AuthenticationError,
-    ConnectionLostError,
-    FarpropError,
-    ProtocolError,
-    RpcTimeoutError,
-)
+from farprop.errors import ConnectionLostError, FarpropError, RpcTimeoutError
 from farprop.ids import WorkerInfo
-from farprop.protocol.handshake import READY, Listener
+from farprop.protocol.handshake import Listener
 from farprop.protocol.references.messages import Fork
 from farprop.protocol.references.records import OwnedValue
 from farprop.runtime import profiling
 from farprop.runtime.cells import Later
+from farprop.runtime.coroutines import CoroutineThread
+from farprop.runtime.door import Door
 from farprop.runtime.loop import HANGUP, IN, OUT, STALL, Loop
 from farprop.runtime.references import ReferenceSpace
 from farprop.transport.connection import Connection
@@ -37,43 +32,12 @@ from farprop.wire.functions import FunctionNotFound, resolve
 
 _log = logging.getLogger("farprop.serving")
 
-HANDSHAKE_SECONDS = 20.0
-_MAX_UNPROVEN_PEERS = 256
 _LARGEST_FAILURE = 1 << 20
 _QUICK = 100e-6
-_ACCEPTS = 32  # at a time: a flood of connections must not keep the loop from everything else
-_DEAF_SECONDS = 0.1
 _now = time.monotonic
 _Future = torch._C.Future
 
 Record = Callable[[], list[dict[str, Any]]]
-
-
-class Unproven:
-    """An accepted connection whose peer has not proved itself: holds at most 1 KiB and a deadline."""
-
-    def __init__(self, server: Server, sock: socket.socket, machine: Listener) -> None:
-        self.deadline = _now() + HANDSHAKE_SECONDS
-        self.sock = sock
-        self._server = server
-        self._machine = machine
-
-    def on_events(self, _: int) -> None:
-        try:
-            data = self.sock.recv(512)
-            if not data:
-                self._server.refuse(self, "it went away")
-                return
-            reply = self._machine.receive(data)
-            if reply:
-                self.sock.send(reply, socket.MSG_NOSIGNAL)
-        except BlockingIOError:
-            return
-        except (AuthenticationError, ProtocolError, OSError) as error:
-            self._server.refuse(self, str(error))
-            return
-        if self._machine.state == READY:
-            self._server.accept(self, self._machine.peer_identity)
 
 
 class Reply:
@@ -109,80 +73,31 @@ class Server:
         self._active_lock = threading.Lock()
         self._loop = loop
         self._worker = worker
-        self._new_machine = new_machine
+        self._door = Door(loop, worker, new_machine, on_peer, self._accept)
         self._new_connection = new_connection
-        self._on_peer = on_peer
         self._on_peer_lost = on_peer_lost
         self._references = references
         self.gil_waits: list[float] | None = None  # microseconds, while they are measured
-        self._listeners: list[socket.socket] = []
-        self._deaf_until = 0.0
-        self._unproven: dict[int, Unproven] = {}
         self._connections: dict[int, Connection] = {}
         # Functions by how long they took when they last ran: answers wait for more only in front of quick ones.
         self._quick: set[bytes] = set()
         self._slow: set[bytes] = set()
         self._corked: set[Connection] = set()
-        self._coroutines = _CoroutineThread(worker)
+        self._coroutines = CoroutineThread(worker)
 
     def listen(self, listener: socket.socket) -> None:
-        self._listeners.append(listener)
-        self._loop.add(listener.fileno(), IN, lambda _: self._on_accept(listener))
-
-    def _on_accept(self, listener: socket.socket) -> None:
-        for _ in range(_ACCEPTS):
-            try:
-                sock, _address = listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                # Out of descriptors, most likely. The listener would be ready again at once, so look away for a moment.
-                _log.error("%s can't accept connections: %s", self._worker, error)
-                self._loop.change(listener.fileno(), 0)
-                self._deaf_until = _now() + _DEAF_SECONDS
-                self._loop.set_alarm(self._deaf_until)
-                return
-            if len(self._unproven) >= _MAX_UNPROVEN_PEERS:
-                # The oldest and not the newest: a worker proves itself within milliseconds, so a flood of others can't
-                # keep it out.
-                self.refuse(next(iter(self._unproven.values())), "too many peers have not proved themselves")
-            sock.setblocking(False)
-            unproven = Unproven(self, sock, self._new_machine())
-            self._unproven[sock.fileno()] = unproven
-            self._loop.add(sock.fileno(), IN, unproven.on_events)
-            self._loop.set_alarm(unproven.deadline)
-
-    def refuse(self, unproven: Unproven, why: str) -> None:
-        _log.warning("refused a connection to %s: %s", self._worker, why)
-        self._drop_unproven(unproven)
-        unproven.sock.close()
-
-    def _drop_unproven(self, unproven: Unproven) -> None:
-        self._unproven.pop(unproven.sock.fileno(), None)
-        self._loop.remove(unproven.sock.fileno())
+        self._door.listen(listener)
 
     def expire(self, now: float) -> float:
-        """Refuse peers that take too long to prove themselves; when to look again (0: not)."""
-        for unproven in [u for u in self._unproven.values() if u.deadline <= now]:
-            self.refuse(unproven, f"it did not prove itself within {HANDSHAKE_SECONDS:.0f} s")
-        if self._deaf_until and self._deaf_until <= now:
-            self._deaf_until = 0.0
-            for listener in self._listeners:
-                self._loop.change(listener.fileno(), IN)
-        times = [unproven.deadline for unproven in self._unproven.values()]
-        if self._deaf_until:
-            times.append(self._deaf_until)
-        return min(times, default=0.0)
+        """Called on the loop's alarm; when to look again (0: not)."""
+        return self._door.expire(now)
 
-    def accept(self, unproven: Unproven, identity: bytes) -> None:
-        self._drop_unproven(unproven)
-        sock = unproven.sock
+    def _accept(self, sock: socket.socket, peer: WorkerInfo) -> None:
         try:
-            peer = self._on_peer(identity)
             make_ready(sock)
             if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except (FarpropError, OSError) as error:
+        except OSError as error:
             _log.warning("refused a connection to %s: %s", self._worker, error)
             sock.close()
             return
@@ -397,12 +312,14 @@ class Server:
     def _send(self, reply: Reply, kind: int, encoded: Encoded, forks: list[Fork]) -> None:
         connection, flags = reply.connection, reply.flags
         # Only the holder of the baton lets answers wait: if what it runs next is slow after all, the watcher sees it.
-        more = self._loop.requests_wait and self._loop.holds_baton()
+        # That a value was made is seldom waited for, so it goes with the next answer: most often to a fetch.
+        unhurried = bool(flags & REMOTE)
+        more = (unhurried or self._loop.requests_wait) and self._loop.holds_baton()
         try:
             connection.send(kind, flags & PROFILED, reply.call_id, 0.0, b"", encoded, more)
             if more:
                 self._corked.add(connection)
-                more = self._loop.requests_wait
+                more = unhurried or self._loop.requests_wait
         except ConnectionLostError as error:
             _log.info("the answer to %s is lost: %s", connection.peer, error)
             if forks:
@@ -454,12 +371,7 @@ class Server:
         return self._system_active > 0 or any(c.outbox_bytes for c in list(self._connections.values()))
 
     def close(self) -> None:
-        for listener in self._listeners:
-            self._loop.remove(listener.fileno())
-            listener.close()
-        for unproven in list(self._unproven.values()):
-            self._drop_unproven(unproven)
-            unproven.sock.close()
+        self._door.close()
         for connection in list(self._connections.values()):
             self._loop.remove(connection.fd)
             connection.close()
@@ -467,8 +379,7 @@ class Server:
         self._coroutines.close()
 
     def abandon(self) -> None:
-        for sock in (*self._listeners, *(u.sock for u in self._unproven.values())):
-            sock.close()
+        self._door.abandon()
         for connection in self._connections.values():
             connection.abandon()
 
@@ -478,55 +389,6 @@ class Server:
                 connection.give_back()
             except ConnectionLostError:
                 pass  # the loop sees the end of it
-
-
-class _CoroutineThread:
-    """One event loop for all ``async def`` functions that are called here; started when the first comes."""
-
-    def __init__(self, worker: str) -> None:
-        self._worker = worker
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-
-    def run(self, coroutine: Any, answer: Callable[[Any], None], fail: Callable[[BaseException], None]) -> None:
-        async def settle() -> None:
-            try:
-                result = await coroutine
-            except BaseException as error:
-                fail(error)
-            else:
-                answer(result)
-
-        asyncio.run_coroutine_threadsafe(settle(), self._started())
-
-    def _started(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=self._loop.run_forever, name=f"farprop-async-{self._worker}", daemon=True
-                )
-                self._thread.start()
-            return self._loop
-
-    def close(self) -> None:
-        with self._lock:
-            if self._loop is None or self._thread is None:
-                return
-            loop, thread = self._loop, self._thread
-            self._loop = None
-
-        def cancel_all() -> None:
-            for task in asyncio.all_tasks(loop):
-                task.cancel()
-            loop.call_soon(loop.stop)
-
-        loop.call_soon_threadsafe(cancel_all)
-        if thread is not threading.current_thread():
-            thread.join(2.0)
-            if not thread.is_alive():
-                loop.close()
 
 
 def _too_late(seconds: float) -> RpcTimeoutError:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from farprop.errors import AuthenticationError, ConnectionLostError, FarpropError
+from farprop.runtime.dialling import SomebodyElse
 
 PATIENCE = 20.0
 _PAUSE = 0.5
@@ -88,7 +89,7 @@ class Survival:
 def is_certain(error: BaseException | None) -> bool:
     """Whether a failed dial says that nobody is there, and not only that the way is cut."""
     while error is not None:
-        if isinstance(error, ConnectionRefusedError) or getattr(error, "somebody_else", False):
+        if isinstance(error, ConnectionRefusedError | SomebodyElse):
             return True
         error = error.__cause__
     return False

@@ -1,0 +1,77 @@
+"""What becomes of the answer to a call: a value, an exception, a future that is done."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from farprop.runtime.links import FutureCall
+from farprop.runtime.profiling import Session
+from farprop.wire.codec import decode_value, decode_with
+from farprop.wire.failures import decode_failure
+from farprop.wire.frames import ANSWER, Frame
+
+
+def value_of(frame: Frame) -> Any:
+    """What a call returns for this answer, or raises."""
+    if frame.kind == ANSWER:
+        if frame.arrivals is not None:
+            return decode_with(frame.arrivals.items, decode_value, frame.meta, frame.buffers, frame.flags)
+        return decode_value(frame.meta, frame.buffers, frame.flags)
+    raise decode_failure(frame.meta)
+
+
+class TorchCall(FutureCall):
+    """A call whose outcome completes a future; its callbacks run where it is completed."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, timeout: float, future: torch.futures.Future[Any]) -> None:
+        self.timeout = timeout
+        self.future = future
+
+    def finish(self, frame: Frame | None, error: Exception | None) -> None:
+        if frame is not None:
+            try:
+                value = value_of(frame)
+            except Exception as raised:
+                error = raised
+            else:
+                _set_result(self.future, value)
+                return
+        assert error is not None
+        self.future.set_exception(error)
+
+
+class ProfiledCall(TorchCall):
+    """The same under a profile: what the callee recorded goes into it before the future is done."""
+
+    __slots__ = ("_began", "_key", "_own_id", "_session")
+
+    def __init__(
+        self, timeout: float, future: torch.futures.Future[Any], session: Session, key: str, own_id: int
+    ) -> None:
+        super().__init__(timeout, future)
+        self._session = session
+        self._key = key
+        self._own_id = own_id
+        self._began = time.perf_counter()
+
+    def finish(self, frame: Frame | None, error: Exception | None) -> None:
+        value = remote = None
+        if frame is not None:
+            try:
+                value, remote = value_of(frame)
+            except Exception as raised:
+                error = raised
+        self._session.add_call(self._key, self._began, self._own_id, remote)
+        if error is None:
+            self.future.set_result(value)
+        else:
+            self.future.set_exception(error)
+
+
+# Without the layer of Python that torch.futures puts around it.
+_set_result = torch._C.Future.set_result

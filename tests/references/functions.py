@@ -1,0 +1,132 @@
+"""Functions and classes that the tests of references use on other workers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+import farprop.rpc as rpc
+
+# What a worker keeps between two calls of a test.
+kept: dict[str, Any] = {}
+gates: defaultdict[str, threading.Event] = defaultdict(threading.Event)
+ran: list[Any] = []
+
+
+def keep(key: str, value: Any) -> None:
+    kept[key] = value
+
+
+def let_go(key: str) -> None:
+    kept.pop(key)
+
+
+def kept_value(key: str) -> Any:
+    """What a kept reference refers to."""
+    return kept[key].to_here()
+
+
+def kept_state(key: str) -> str:
+    return kept[key]._record.state.name  # type: ignore[no-any-return]
+
+
+def give(key: str) -> Any:
+    return kept[key]
+
+
+def open_gate(name: str) -> None:
+    gates[name].set()
+
+
+def at_gate(name: str, value: Any = None) -> Any:
+    """Waits until the gate is opened."""
+    assert gates[name].wait(30), f"nobody opened {name}"
+    return value
+
+
+def note(value: Any) -> None:
+    ran.append(value)
+
+
+def noted() -> list[Any]:
+    return list(ran)
+
+
+def to_here(rref: Any) -> Any:
+    return rref.to_here()
+
+
+class Thing:
+    """A value that can be watched, and can't be pickled."""
+
+    alive: weakref.WeakSet[Thing] = weakref.WeakSet()
+
+    def __init__(self, name: str = "thing", inner: Any = None) -> None:
+        self.name = name
+        self.inner = inner
+        self.lock = threading.Lock()
+        self.count = 0
+        self.double = lambda x: 2 * x  # callable, and of the instance alone
+        Thing.alive.add(self)
+
+    def plus(self, n: int, times: int = 1) -> int:
+        self.count += n * times
+        return self.count
+
+    def set_inner(self, inner: Any) -> None:
+        self.inner = inner
+
+    def fail(self) -> None:
+        raise KeyError(self.name)
+
+    def at_gate(self, gate: str) -> str:
+        at_gate(gate)
+        return self.name
+
+    async def soon(self, n: int) -> int:
+        await asyncio.sleep(0)
+        return self.count + n
+
+    @rpc.functions.async_execution
+    def later(self, gate: str) -> torch.futures.Future[str]:
+        future: torch.futures.Future[str] = torch.futures.Future()
+
+        def finish() -> None:
+            at_gate(gate)
+            future.set_result(self.name)
+
+        threading.Thread(target=finish).start()
+        return future
+
+    @rpc.functions.async_execution
+    def later_fails(self) -> torch.futures.Future[str]:
+        future: torch.futures.Future[str] = torch.futures.Future()
+        future.set_exception(KeyError("later"))
+        return future
+
+    @rpc.functions.async_execution
+    def later_not_a_future(self) -> int:
+        return 5
+
+    def make(self, name: str) -> Thing:
+        return Thing(name)
+
+
+def things(name: str) -> int:
+    """How many things of this name are there on this worker."""
+    return sum(thing.name == name for thing in list(Thing.alive))
+
+
+def own(name: str) -> Any:
+    """A reference to a thing of the worker that this runs on."""
+    return rpc.RRef(Thing(name))
+
+
+def gated_thing(gate: str, name: str) -> Thing:
+    at_gate(gate)
+    return Thing(name)

@@ -1,0 +1,59 @@
+"""Looking at workers: what they know of references, and waiting until that is what it should be."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable
+
+from farprop.runtime.current import current_agent
+from tests.support.workers import Cluster
+
+PATIENCE = 30.0
+
+
+def wait_until(condition: Callable[[], object], what: str = "", seconds: float = PATIENCE) -> None:
+    """Ask again and again until it holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"after {seconds:g} s still not: {what or condition}")
+        time.sleep(0.002)
+
+
+def counts() -> dict[str, int]:
+    """What this worker knows: all of these are 0 when nobody refers to anything."""
+    references = current_agent().references
+    return {**references.counts(), "early": len(references._early), "own_calls": len(references._own_calls)}
+
+
+def owned() -> int:
+    """How many values of this worker are referred to elsewhere."""
+    return counts()["num_owner_rrefs"]
+
+
+def validate() -> None:
+    references = current_agent().references
+    with references._lock:
+        references._machine.validate()
+
+
+def become_empty(seconds: float = PATIENCE) -> None:
+    """Wait until this worker has no references and no work with them."""
+    gc.collect()
+    try:
+        wait_until(lambda: not any(counts().values()), seconds=seconds)
+    except AssertionError:
+        left = {key: count for key, count in counts().items() if count}
+        users, values = current_agent().references.snapshot()
+        states = [(str(u.rref), u.state.name) for u in users] + [(str(v.rref), v.state.name) for v in values]
+        raise AssertionError(f"left after {seconds:g} s: {left}\n{states[:20]}") from None
+    validate()
+
+
+def all_empty(job: Cluster, ranks: Iterable[int] = range(3)) -> None:
+    """Wait until no worker has references."""
+    # A table may be filled again by what another worker still does, so all of them are looked at twice.
+    for _ in range(2):
+        for rank in ranks:
+            job.run(rank, become_empty)
