@@ -1,6 +1,6 @@
 """Every test of references runs over Unix sockets with shared memory and over TCP alone, as those of calls do.
 
-Most of them share one job of three workers for each transport (``workers``); after each of them all tables of all workers
+Most of them share one job of three workers for each transport (``workers``); after each test all tables of all workers
 have to be empty. Those that kill, cut or shut down have jobs of their own.
 """
 

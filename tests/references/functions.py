@@ -116,6 +116,38 @@ class Thing:
     def make(self, name: str) -> Thing:
         return Thing(name)
 
+    def inner_says(self) -> list[str]:
+        return [rref.owner_name() for rref in self.inner]
+
+    def plus_locked(self, n: int) -> None:
+        with self.lock:
+            self.count += n
+
+
+class Adder:
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __call__(self, other: int) -> int:
+        return self.n + other
+
+
+class Swallower:
+    """A context that lets no exception through."""
+
+    def __init__(self) -> None:
+        self.seen: Any = None
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _: Any, error: Any, __: Any) -> bool:
+        self.seen = error
+        return True
+
+    def swallowed(self) -> str:
+        return repr(self.seen)
+
 
 def things(name: str) -> int:
     """How many things of this name are there on this worker."""

@@ -168,15 +168,18 @@ class Worker:
         connection.heard.add(self.rank)
         if self.connections.get(connection.callee) is connection:
             del self.connections[connection.callee]
-        for fork, passed in self.state.passed.items():
-            if passed.route is connection:
-                self.world.ledger.forks[fork].revoked = True
-        self.machine.route_lost(connection)
+        self._route_lost(connection)
         for call in [call for call in self.calls if call.connection is connection]:
             self._close(call)
             if call.reference is not None:
                 self._give_up(call.reference)
                 self.machine.unanswered(call.reference, lost=True)
+
+    def _route_lost(self, connection: Connection) -> None:
+        for fork, passed in self.state.passed.items():
+            if passed.route is connection:
+                self.world.ledger.forks[fork].revoked = True
+        self.machine.route_lost(connection)
 
     def hear_death(self, peer: int) -> None:
         if self.crashed or peer in self.state.dead:
@@ -258,10 +261,13 @@ class Worker:
         things = self.passable()
         chosen = chance.sample(things, min(len(things), chance.choice((0, 0, 1, 2))))
         forks = [self.fork(thing, to, call.connection) for thing in chosen]
-        if call.connection is not None and self.rank in call.connection.heard:
+        if call.connection is None or self.rank not in call.connection.heard:
+            self.world.network.send(Letter("answers", call, forks, self.rank, to, call.connection))
+        elif chance.random() < 0.5:
             self._undelivered(forks)
         else:
-            self.world.network.send(Letter("answers", call, forks, self.rank, to, call.connection))
+            # A runtime that does not know how far it came with an answer says that it may be lost.
+            self._route_lost(call.connection)
 
     def take(self, peer: int, content: Batch | Reply) -> None:
         if isinstance(content, Reply):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from farprop.protocol.references.records import OwnedValue, UserReference
 from farprop.protocol.references.states import User
 from farprop.rpc.constants import UNSET_RPC_TIMEOUT
 from farprop.rpc.options import checked_timeout
-from farprop.rpc.rref_proxy import RRefProxy
+from farprop.rpc.rref_proxy import RRefProxy, let_go
 from farprop.runtime import owner_calls
 from farprop.runtime.agent import Agent
 from farprop.runtime.cells import Cell
@@ -163,6 +164,8 @@ class RRef(Generic[T]):
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """The type of the value; with ``blocking=False`` a future of it, always the same one."""
+        if self._own is not None and blocking:
+            return type(self._value_here(timeout))
         if self._type is None:
             self._type = self._ask_for_type(timeout)
         if not blocking:
@@ -180,7 +183,9 @@ class RRef(Generic[T]):
             self._checked_agent("_get_type() on it")
             rref = self._record.rref
             args = (rref.created_on, rref.local_id, self._record.exists)
-            return api.rpc_async(self._owner_name, owner_calls._rref_typeof_on_owner, args, timeout=timeout)
+            asked = api.rpc_async(self._owner_name, owner_calls._rref_typeof_on_owner, args, timeout=timeout)
+            asked.add_done_callback(partial(let_go, self))  # the value must not be freed before
+            return asked
         future = Future()
         cell = self._own.cell
 

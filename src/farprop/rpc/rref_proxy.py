@@ -31,10 +31,12 @@ class RRefProxy:
     # Python looks these up on the class.
 
     def __enter__(self) -> Any:
+        if self._how != "sync":
+            raise TypeError(f"`with` needs to know what __exit__ said, so use rref.rpc_sync(), not {self._how}.")
         return self.__getattr__("__enter__")()
 
-    def __exit__(self, *exception: Any) -> Any:
-        return self.__getattr__("__exit__")(*exception)
+    def __exit__(self, kind: Any, error: Any, _: Any) -> Any:
+        return self.__getattr__("__exit__")(kind, error, None)  # a traceback can't travel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__getattr__("__call__")(*args, **kwargs)
@@ -69,11 +71,12 @@ def _async(rref: RRef[Any], timeout: float, method: str, *args: Any, **kwargs: A
 
     function, all_args = _call(rref, method, args, kwargs)
     future = api.rpc_async(rref.owner_name(), function, all_args, timeout=timeout)
-    future.add_done_callback(partial(_let_go, rref))  # the value must not be freed before
+    future.add_done_callback(partial(let_go, rref))  # the value must not be freed before
     return future
 
 
-def _let_go(_rref: RRef[Any], _future: torch.futures.Future[Any]) -> None: ...
+def let_go(_rref: RRef[Any], _future: torch.futures.Future[Any]) -> None:
+    """What a future calls that has kept this reference until it was done."""
 
 
 def _remote(rref: RRef[Any], timeout: float, method: str, *args: Any, **kwargs: Any) -> RRef[Any]:

@@ -104,3 +104,11 @@ class Later:
     def __init__(self, subscribe: Callable[[Callable[..., None]], None], resume: Callable[[], Any]) -> None:
         self.subscribe = subscribe
         self.resume = resume
+
+
+def not_a_future(value: Any) -> RuntimeError:
+    """What is wrong with a function decorated with ``async_execution`` that returned this."""
+    return RuntimeError(
+        "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
+        f"this one returned {type(value).__name__}. Return a Future, or drop the decorator."
+    )

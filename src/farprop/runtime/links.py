@@ -410,11 +410,11 @@ class Link:
         if mask & ~OUT == 0:
             return
         with self._lock:
+            if self._reader is not _LOOP and not mask & ~(IN | OUT):
+                return  # a caller has taken the reading over after the loop had seen that there is something
             if self._reader is None:
                 self._reader = _LOOP  # hang-up: read what is left, then the end
             elif self._reader is not _LOOP:
-                if not mask & ~(IN | OUT):
-                    return  # a caller has taken the reading over
                 # A caller reads and will find the end itself. Level-triggered hang-up would keep us busy until then.
                 self._hung_up = True
                 self._loop.remove(self._connection.fd)

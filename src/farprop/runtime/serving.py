@@ -18,7 +18,7 @@ from farprop.protocol.handshake import Listener
 from farprop.protocol.references.messages import Fork
 from farprop.protocol.references.records import OwnedValue
 from farprop.runtime import profiling
-from farprop.runtime.cells import Later
+from farprop.runtime.cells import Later, not_a_future
 from farprop.runtime.coroutines import CoroutineThread
 from farprop.runtime.door import Door
 from farprop.runtime.loop import HANGUP, IN, OUT, STALL, Loop
@@ -251,19 +251,14 @@ class Server:
             value = later.resume()
         except BaseException as error:
             self._fail(reply, error)
+            error.__traceback__ = None  # as in _answer_later
         else:
             self._answer_with(reply, value)
 
     def _answer_later(self, reply: Reply, value: Any) -> None:
         """A function decorated with ``async_execution``: its thread is free until its future is done."""
         if not isinstance(value, _Future):
-            self._fail(
-                reply,
-                RuntimeError(
-                    "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
-                    f"this one returned {type(value).__name__}. Return a Future, or drop the decorator."
-                ),
-            )
+            self._fail(reply, not_a_future(value))
             return
 
         def done(future: Any) -> None:
@@ -271,6 +266,7 @@ class Server:
                 result = future.wait()
             except BaseException as error:
                 self._fail(reply, error)
+                error.__traceback__ = None  # its frames have the future, which has the error, unseen by the collector
             else:
                 self._answer(reply, result)
 
