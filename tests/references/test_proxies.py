@@ -135,14 +135,14 @@ def test_timeouts_of_methods(workers: Cluster, owner: str) -> None:
 
 def _of_a_value_that_is_not_there_yet(owner: str) -> None:
     rref = rpc.remote(owner, g.gated_thing, args=("not yet", "not yet"))
-    future = rref.rpc_async().plus(3)
+    future = rref.rpc_async().double(3)
     with pytest.raises(RpcTimeoutError):
         rref.rpc_sync(timeout=0.05).plus(1)
     with pytest.raises(RpcTimeoutError):
         rref.remote(timeout=0.05).plus(1)
     assert not future.done()
     rpc.rpc_sync(owner, g.open_gate, args=("not yet",))
-    assert future.wait() == 3
+    assert future.wait() == 6
 
 
 @BOTH

@@ -148,3 +148,10 @@ def empty(world: World) -> None:
         for peer in world.live():
             if machine.concerns(peer.rank):
                 raise Violation(f"in the end, worker {worker.rank} is still concerned with worker {peer.rank}")
+
+
+def kept_ids(worker: Worker) -> int:
+    """How many ids of lost messages and orphans the worker keeps: the protocol never forgets them."""
+    machine = worker.state
+    kept = (machine._revoked, machine._recalled, machine._forgone, machine._orphaned, machine._gone)
+    return sum(map(len, kept))

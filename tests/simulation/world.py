@@ -72,6 +72,7 @@ class World:
         self._after_event()
         self._run_dry()
         checks.empty(self)
+        self.counts["kept ids"] += sum(checks.kept_ids(worker) for worker in self.live())
 
     def _run_dry(self) -> None:
         end = self.clock.now + MAX_SECONDS

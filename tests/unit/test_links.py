@@ -11,7 +11,7 @@ from farprop.runtime.loop import HANGUP, IN
 from farprop.transport.connection import Connection
 from farprop.transport.segments import SegmentPool
 from farprop.wire.codec import encode_value
-from farprop.wire.frames import ANSWER, pack
+from farprop.wire.frames import ANSWER, PLAIN, pack
 
 
 class StillLoop:
@@ -49,25 +49,31 @@ def make_link() -> tuple[Link, socket.socket, StillLoop, Connection]:
     return link, theirs, loop, connection
 
 
-def test_an_event_that_a_caller_was_faster_than_changes_nothing() -> None:
+def test_a_caller_that_comes_while_the_loop_follows_up_an_old_event_gets_its_answer() -> None:
+    """The loop saw input; before it came to read, a caller had read it, and was gone. Then the next caller comes."""
     link, theirs, loop, connection = make_link()
-    link._on_events(IN)  # the loop had seen input; a caller has read it meanwhile and is gone
-    assert link._reader is None
-    answered = threading.Event()
+    answers = []
+    caller = threading.Thread(target=lambda: answers.append(link.call_sync(0, b"x", encode_value(None), 5.0)))
+    receive = connection.receive
 
-    def call() -> None:
-        link.call_sync(0, b"x", encode_value(None), 20.0)
-        answered.set()
+    def receive_slowly() -> Any:
+        caller.start()
+        theirs.recv(1000)
+        return receive()
 
-    caller = threading.Thread(target=call)
-    caller.start()
-    theirs.recv(1000)
+    connection.receive = receive_slowly  # type: ignore[method-assign]
+    try:
+        link._on_events(IN)
+    finally:
+        connection.receive = receive  # type: ignore[method-assign]
+    if not caller.ident:
+        caller.start()
+        theirs.recv(1000)
     assert isinstance(link._reader, SyncCall)
-    link._on_events(IN)
-    assert isinstance(link._reader, SyncCall)
-    theirs.sendall(pack(ANSWER, 8, 1, 0.0, b"", encode_value(None).meta))
-    assert answered.wait(20)
+    link._on_events(IN)  # and once more, while the caller reads
+    theirs.sendall(pack(ANSWER, PLAIN, 1, 0.0, b"", encode_value(None).meta))
     caller.join()
+    assert len(answers) == 1
     assert link._reader is None
     link.validate()
     theirs.close()
