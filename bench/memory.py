@@ -14,7 +14,7 @@ from bench.proc import Usage, activity, usage
 from bench.table import render
 
 PACKAGES = {"farprop": "farprop", "torch": "torch.distributed"}
-TRIALS = {"empty": 200_000, "echo-1mb": 2_000}
+TRIALS = {"empty": 200_000, "echo-1mb": 2_000, "remote": 100_000}
 LOOKS = 20
 # Caches and pools fill first; a leak goes on after that.
 SETTLED = LOOKS // 4

@@ -1,6 +1,6 @@
 """Workers, a network and programs on one thread with a virtual clock, to prove the protocol of remote references.
 
-Everything in a run follows from its seed. ``world`` puts a run together, ``worker`` is a runtime in miniature around the
-machine under test, ``program`` does what programs do, ``weather`` and ``network`` what networks and crashes do,
+Everything in a run follows from its seed. ``world`` puts a run together, ``worker`` is a runtime in miniature around
+the machine under test, ``program`` does what programs do, ``weather`` and ``network`` what networks and crashes do.
 ``ledger`` knows what really happened, ``checks`` compares, and ``flaws`` breaks the machine to see that they notice.
 """

@@ -70,7 +70,7 @@ def void(worker: Worker, reference: UserReference) -> None:
         if value.runs:
             raise Violation(f"{show(reference)} of worker {worker.rank} is void, but its function ran")
         value.never_came = True
-        if value.given_up:
+        if value.recalled:
             return
     elif ledger.excused(story):
         return
@@ -78,9 +78,9 @@ def void(worker: Worker, reference: UserReference) -> None:
 
 
 def broken(worker: Worker, value: OwnedValue) -> None:
-    """A value of this worker will never be made: its call is given up, its creator gone, or nobody has it."""
+    """A value of this worker will never be made: its call is recalled, its creator gone, or nobody has it."""
     story = worker.world.ledger.values[value.rref]
-    if story.given_up or worker.world.ledger.parted(worker.rank, story.creator):
+    if story.recalled or worker.world.ledger.parted(worker.rank, story.creator):
         return
     if value.state is not Value.FREED or any(thing is value for thing in worker.everything()):
         raise Violation(f"{show(value)} of worker {worker.rank} is broken for no reason")

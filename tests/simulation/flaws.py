@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
-from unittest import mock
+from collections.abc import Callable
 
 from farprop.ids import GlobalId
 from farprop.protocol.references.control import Inbox, Outbox
@@ -13,52 +10,23 @@ from farprop.protocol.references.machine import References
 from farprop.protocol.references.messages import Batch, Fork, Kind, Operation, Reply
 from farprop.protocol.references.records import Effect, Happening, OwnedValue, UserReference
 from farprop.protocol.references.states import User, UserEvent, Value
+from tests.simulation.planting import FLAWS, flaw, planted
+
+__all__ = ["FLAWS", "planted"]
 
 _HEALTHY = {name: value for name, value in vars(References).items() if callable(value)}
-
-
-class Flaw(NamedTuple):
-    owner: type
-    method: str
-    replacement: Callable[..., Any]
-
-    @property
-    def meaning(self) -> str:
-        return self.replacement.__doc__ or ""
-
-
-FLAWS: dict[str, Flaw] = {}
-
-
-def _flaw(owner: type, method: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(replacement: Callable[..., Any]) -> Callable[..., Any]:
-        FLAWS[replacement.__name__.replace("_", "-")] = Flaw(owner, method, replacement)
-        return replacement
-
-    return register
-
-
-@contextlib.contextmanager
-def planted(name: str | None) -> Iterator[None]:
-    """The machine has this flaw, or none, while the block runs."""
-    if name is None:
-        yield
-        return
-    flaw = FLAWS[name]
-    with mock.patch.object(flaw.owner, flaw.method, flaw.replacement):
-        yield
 
 
 # Batches
 
 
-@_flaw(Inbox, "take")
+@flaw(Inbox, "take")
 def batches_done_again(self: Inbox, batch: Batch, do: Callable[[Operation], bool]) -> Reply:
     """A batch that comes again is done again."""
     return Reply(batch.number, bytes([do(operation) for operation in batch.operations]))
 
 
-@_flaw(Outbox, "replied")
+@flaw(Outbox, "replied")
 def numbers_restart(self: Outbox, reply: Reply) -> Batch | None:
     """The numbers of batches start again when everything is answered."""
     batch = self._batch
@@ -70,7 +38,7 @@ def numbers_restart(self: Outbox, reply: Reply) -> Batch | None:
     return batch
 
 
-@_flaw(Outbox, "replied")
+@flaw(Outbox, "replied")
 def any_reply_will_do(self: Outbox, reply: Reply) -> Batch | None:
     """A reply to an earlier batch is taken for one to this."""
     batch = self._batch
@@ -80,7 +48,7 @@ def any_reply_will_do(self: Outbox, reply: Reply) -> Batch | None:
     return batch
 
 
-@_flaw(Outbox, "current")
+@flaw(Outbox, "current")
 def batches_grow(self: Outbox) -> Batch | None:
     """Operations join a batch that is on its way already."""
     if self._batch is None and self._waiting:
@@ -95,7 +63,7 @@ def batches_grow(self: Outbox) -> Batch | None:
 # Passing
 
 
-@_flaw(References, "arrive")
+@flaw(References, "arrive")
 def confirmed_on_arrival(self: References, fork: Fork, sender: int) -> UserReference | OwnedValue:
     """A reference from another user is taken for counted before the owner has said so."""
     thing = _HEALTHY["arrive"](self, fork, sender)
@@ -104,7 +72,7 @@ def confirmed_on_arrival(self: References, fork: Fork, sender: int) -> UserRefer
     return thing
 
 
-@_flaw(References, "arrive")
+@flaw(References, "arrive")
 def accepted_on_arrival(self: References, fork: Fork, sender: int) -> UserReference | OwnedValue:
     """The parent is told that it need not hold its own before the owner counts the child."""
     thing = _HEALTHY["arrive"](self, fork, sender)
@@ -113,7 +81,7 @@ def accepted_on_arrival(self: References, fork: Fork, sender: int) -> UserRefere
     return thing
 
 
-@_flaw(References, "_release_if_free")
+@flaw(References, "_release_if_free")
 def children_not_held(self: References, reference: UserReference) -> None:
     """A dropped reference is given back although somebody it was passed to is not counted."""
     if reference.state is User.DROPPED:
@@ -122,7 +90,7 @@ def children_not_held(self: References, reference: UserReference) -> None:
         self._user_event(reference, UserEvent.CHILDREN_SAFE)
 
 
-@_flaw(References, "fork")
+@flaw(References, "fork")
 def own_fork_not_counted(self: References, source: UserReference | OwnedValue, to: int, route: object) -> Fork:
     """The owner does not count a fork that it sends."""
     fork = _HEALTHY["fork"](self, source, to, route)
@@ -132,25 +100,25 @@ def own_fork_not_counted(self: References, source: UserReference | OwnedValue, t
     return fork
 
 
-@_flaw(References, "fork")
+@flaw(References, "fork")
 def early_forks_say_exists(self: References, source: UserReference | OwnedValue, to: int, route: object) -> Fork:
     """A fork of a value that is still to be made says that the owner has it."""
     return _HEALTHY["fork"](self, source, to, route)._replace(exists=True)
 
 
-@_flaw(References, "_safe")
+@flaw(References, "_safe")
 def accepted_is_gone(self: References, fork: GlobalId, counted: bool) -> None:
     """The owner stops counting a fork when it is accepted."""
     _HEALTHY["_safe"](self, fork, False)
 
 
-@_flaw(References, "_find_or_await")
+@flaw(References, "_find_or_await")
 def never_awaited(self: References, rref: GlobalId, exists: bool) -> OwnedValue | None:
     """The owner refuses forks that come before the call that makes the value."""
     return self.owned.get(rref)
 
 
-@_flaw(References, "_accept_all")
+@flaw(References, "_accept_all")
 def awaited_never_accepted(self: References, value: OwnedValue) -> None:
     """Forks that came to the owner before the value are not accepted when it is made."""
     value.accepts = {}
@@ -159,7 +127,7 @@ def awaited_never_accepted(self: References, value: OwnedValue) -> None:
 # Calls without answers, and lost messages
 
 
-@_flaw(References, "_do")
+@flaw(References, "_do")
 def forgo_forgotten(self: References, peer: int, operation: Operation) -> bool:
     """FORGO does nothing if the call has not come."""
     result: bool = _HEALTHY["_do"](self, peer, operation)
@@ -167,7 +135,7 @@ def forgo_forgotten(self: References, peer: int, operation: Operation) -> bool:
     return result
 
 
-@_flaw(References, "_release_if_free")
+@flaw(References, "_release_if_free")
 def doubtful_ends_silently(self: References, reference: UserReference) -> None:
     """The owner is not told when a reference ends whose call had no answer."""
     if reference.state is User.DROPPED and not reference.children and not reference.exists:
@@ -176,12 +144,12 @@ def doubtful_ends_silently(self: References, reference: UserReference) -> None:
         _HEALTHY["_release_if_free"](self, reference)
 
 
-@_flaw(References, "route_lost")
+@flaw(References, "route_lost")
 def lost_route_ignored(self: References, route: object) -> None:
     """Nobody asks after the forks in messages on a broken connection."""
 
 
-@_flaw(References, "_revoke")
+@flaw(References, "_revoke")
 def revoke_forgotten(self: References, rref: GlobalId, fork: GlobalId) -> bool:
     """A fork that was given up as lost is taken when it comes after all."""
     came: bool = _HEALTHY["_revoke"](self, rref, fork)
@@ -189,13 +157,13 @@ def revoke_forgotten(self: References, rref: GlobalId, fork: GlobalId) -> bool:
     return came
 
 
-@_flaw(References, "_revoke")
+@flaw(References, "_revoke")
 def never_came_taken_for_came(self: References, rref: GlobalId, fork: GlobalId) -> bool:
     """REVOKE is always answered with yes."""
     return True
 
 
-@_flaw(References, "_recall")
+@flaw(References, "_recall")
 def recall_forgotten(self: References, rref: GlobalId, fork: GlobalId) -> bool:
     """A call that was given up as lost is run when it comes after all."""
     came: bool = _HEALTHY["_recall"](self, rref, fork)
@@ -203,7 +171,7 @@ def recall_forgotten(self: References, rref: GlobalId, fork: GlobalId) -> bool:
     return came
 
 
-@_flaw(References, "_recall")
+@flaw(References, "_recall")
 def recall_does_not_break(self: References, rref: GlobalId, fork: GlobalId) -> bool:
     """Those who wait for the value of a lost call are not told."""
     value = self.owned.get(rref)
@@ -213,19 +181,19 @@ def recall_does_not_break(self: References, rref: GlobalId, fork: GlobalId) -> b
     return False
 
 
-@_flaw(References, "unsent")
+@flaw(References, "unsent")
 def unsent_not_recalled(self: References, reference: UserReference) -> None:
     """The owner waits for a call that was never sent."""
     if reference.state in (User.CREATING, User.CREATING_DROPPED):
         self._user_event(reference, UserEvent.UNSENT)
 
 
-@_flaw(References, "_come_home")
+@flaw(References, "_come_home")
 def broken_value_kept(self: References, fork: Fork, sender: int) -> UserReference | OwnedValue:
     """A fork that comes to the owner after its value was recalled leaves a record that nobody removes."""
     value = self._find_or_await(fork.rref, fork.exists)
     if value is None or value.state is not Value.BROKEN:
-        return _HEALTHY["_come_home"](self, fork, sender)  # type: ignore[no-any-return]
+        return _HEALTHY["_come_home"](self, fork, sender)
     self._post(sender, Operation(Kind.ACCEPT, fork.rref, fork.fork))
     return value
 
@@ -233,7 +201,7 @@ def broken_value_kept(self: References, fork: Fork, sender: int) -> UserReferenc
 # Deaths
 
 
-@_flaw(References, "died")
+@flaw(References, "died")
 def dead_holders_counted(self: References, peer: int) -> None:
     """The owner goes on counting the forks of a dead worker."""
     kept = {rref: {f: h for f, h in value.forks.items() if h == peer} for rref, value in self.owned.items()}
@@ -243,7 +211,7 @@ def dead_holders_counted(self: References, peer: int) -> None:
             self.owned[rref].forks.update(forks)
 
 
-@_flaw(References, "died")
+@flaw(References, "died")
 def dead_receivers_waited_for(self: References, peer: int) -> None:
     """A reference is held for a fork that was passed to a dead worker."""
     kept = {fork: passed for fork, passed in self.passed.items() if passed.to == peer}
@@ -253,7 +221,7 @@ def dead_receivers_waited_for(self: References, peer: int) -> None:
     self.passed.update(kept)
 
 
-@_flaw(References, "died")
+@flaw(References, "died")
 def dead_creators_waited_for(self: References, peer: int) -> None:
     """The owner waits for calls of a dead worker."""
     awaited = [v for v in self.owned.values() if v.state is Value.AWAITED and v.rref.created_on == peer and v.accepts]
@@ -263,7 +231,7 @@ def dead_creators_waited_for(self: References, peer: int) -> None:
     self.owned.update({value.rref: value for value in awaited})
 
 
-@_flaw(References, "_registered")
+@flaw(References, "_registered")
 def refused_not_accepted(self: References, fork: GlobalId, counted: bool) -> None:
     """A parent is not told when the owner refuses the child."""
     reference = self.users.get(fork)
@@ -276,7 +244,7 @@ def refused_not_accepted(self: References, fork: GlobalId, counted: bool) -> Non
         del self.users[fork]
 
 
-@_flaw(References, "_post")
+@flaw(References, "_post")
 def dead_owner_not_accepted(self: References, peer: int, operation: Operation) -> None:
     """A parent is not told when the owner of the child dies."""
     reference = self.users.get(operation.fork)
@@ -285,14 +253,14 @@ def dead_owner_not_accepted(self: References, peer: int, operation: Operation) -
     _HEALTHY["_post"](self, peer, operation)
 
 
-@_flaw(References, "_find_or_await")
+@flaw(References, "_find_or_await")
 def orphans_await_the_freed(self: References, rref: GlobalId, exists: bool) -> OwnedValue | None:
     """A fork whose parent died is taken for one that came before the value, though the value was made and freed."""
     self._gone.clear()
-    return _HEALTHY["_find_or_await"](self, rref, exists)  # type: ignore[no-any-return]
+    return _HEALTHY["_find_or_await"](self, rref, exists)
 
 
-@_flaw(References, "died")
+@flaw(References, "died")
 def awaited_broken_by_any_death(self: References, peer: int) -> None:
     """The owner does not wait for a value if whoever passed it the reference dies, though its creator lives."""
     for value in self.owned.values():

@@ -14,7 +14,7 @@ class Violation(Exception):
 class ValueStory:
     """A value, from its creation on."""
 
-    __slots__ = ("came", "creator", "given_up", "never_came", "owner", "refused", "rref", "runs")
+    __slots__ = ("came", "creator", "never_came", "owner", "recalled", "refused", "rref", "runs")
 
     def __init__(self, rref: GlobalId, owner: int, creator: int, came: bool) -> None:
         self.rref = rref
@@ -22,7 +22,7 @@ class ValueStory:
         self.creator = creator
         self.came = came  # the call that makes it
         self.refused = False  # the owner did not run the call when it came
-        self.given_up = False  # the creator was told that there will be no answer, or that nothing was sent
+        self.recalled = False  # the creator was told that the call may be lost, or was never sent
         self.never_came = False  # the owner said so to the creator
         self.runs = 0
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from farprop.protocol.references.records import OwnedValue, UserReference
 
 if TYPE_CHECKING:
-    from tests.simulation.worker import Call, Worker
+    from tests.simulation.calls import Call
+    from tests.simulation.worker import Worker
     from tests.simulation.world import World
 
 _ACTIONS = {"remote": 5, "call": 5, "own": 2, "drop": 5, "pass home": 2, "pass to self": 1}

@@ -9,6 +9,7 @@ from farprop.protocol.references.messages import Batch, Fork, Reply
 from farprop.protocol.references.records import Happening, OwnedValue, UserReference
 from farprop.protocol.references.states import USABLE, User
 from tests.simulation import checks, program
+from tests.simulation.calls import Call, Task
 from tests.simulation.ledger import ForkStory, ValueStory
 from tests.simulation.network import Connection, Letter
 
@@ -17,38 +18,6 @@ if TYPE_CHECKING:
 
 RETRY = 0.2  # seconds until a batch without a reply is sent again
 LATER = 0.005
-
-
-class Call:
-    """A call. It may make a value, to which the caller has a reference from the start."""
-
-    __slots__ = ("callee", "caller", "certain", "connection", "made", "number", "open", "reference")
-
-    def __init__(self, number: int, caller: int, callee: int, reference: UserReference | None) -> None:
-        self.number = number
-        self.caller = caller
-        self.callee = callee
-        self.reference = reference
-        self.connection: Connection | None = None
-        self.certain = False  # it comes even if the connection breaks
-        self.open = True
-
-    def __str__(self) -> str:
-        return f"#{self.number}"
-
-
-class Task:
-    """A function that was called, and the references in its arguments."""
-
-    __slots__ = ("arguments", "call", "story")
-
-    def __init__(self, call: Call, arguments: list[UserReference | OwnedValue], story: ValueStory | None) -> None:
-        self.call = call
-        self.arguments = arguments
-        self.story = story  # of the value that it makes
-
-    def any_in(self, state: User) -> bool:
-        return any(isinstance(a, UserReference) and a.state is state for a in self.arguments)
 
 
 class Worker:
@@ -136,7 +105,7 @@ class Worker:
         if call.open:
             self._close(call)
             if call.reference is not None:
-                self._give_up(call.reference)
+                self._recall(call.reference)
                 self.machine.unsent(call.reference)
 
     def _undelivered(self, forks: list[Fork]) -> None:
@@ -151,15 +120,16 @@ class Worker:
             self.world.say("%d: call %s times out", self.rank, call)
             self._close(call)
             if call.reference is not None:
-                self._give_up(call.reference)
+                if not call.certain:
+                    self._recall(call.reference)
                 self.machine.unanswered(call.reference, lost=not call.certain)
 
     def _close(self, call: Call) -> None:
         call.open = False
         self.calls.remove(call)
 
-    def _give_up(self, reference: UserReference) -> None:
-        self.world.ledger.values[reference.rref].given_up = True
+    def _recall(self, reference: UserReference) -> None:
+        self.world.ledger.values[reference.rref].recalled = True
 
     def connection_lost(self, connection: Connection) -> None:
         if self.crashed:
@@ -172,7 +142,7 @@ class Worker:
         for call in [call for call in self.calls if call.connection is connection]:
             self._close(call)
             if call.reference is not None:
-                self._give_up(call.reference)
+                self._recall(call.reference)
                 self.machine.unanswered(call.reference, lost=True)
 
     def _route_lost(self, connection: Connection) -> None:

@@ -53,7 +53,7 @@ class RRef(Generic[T]):
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         agent = current_agent()
-        cell = Cell(type(value).__name__, call_site())
+        cell = Cell(site=call_site().encode())
         cell.fill(value)
         self._own = agent.references.own(cell)
         self._held = None

@@ -379,7 +379,7 @@ class Agent:
         space = self.references
         subject: UserReference | OwnedValue
         if link.rank == self._info.id:
-            subject = space.own(Cell(_shown(name, function), site))
+            subject = space.own(Cell(_shown(name, function).encode(), site.encode()))
             creation = space.own_call(subject)
         else:
             subject = space.create(link.rank, site)

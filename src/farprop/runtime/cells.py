@@ -13,7 +13,9 @@ from farprop.runtime.loop import loop_of_this_thread
 
 
 class Cell:
-    """Filled once, with a value or an exception. ``site`` and ``maker`` say where it comes from, for those who look."""
+    """Filled once, with a value or an exception. ``site`` and ``maker`` say where it comes from, as far as it is known,
+    for those who look: bytes, because nobody does in most cases.
+    """
 
     __slots__ = (
         "_callbacks",
@@ -28,7 +30,7 @@ class Cell:
         "value",
     )
 
-    def __init__(self, maker: str, site: str) -> None:
+    def __init__(self, maker: bytes = b"", site: bytes = b"") -> None:
         self.maker = maker
         self.site = site
         self.created = time.time()

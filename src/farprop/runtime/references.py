@@ -55,7 +55,7 @@ class Trail:
     def __init__(self, site: str = "") -> None:
         self.site = site
         self.error: Exception | None = None
-        self.waiting: list[Callable[[], None]] = []
+        self.waiting: list[Callable[[], None]] | None = None
 
 
 class Arrivals:
@@ -87,11 +87,14 @@ class ReferenceSpace:
 
     def _do(self, action: Callable[..., _R], *args: Any) -> _R:
         """One step of the machine, and what follows from it."""
+        machine = self._machine
         with self._lock:
             result = action(*args)
-            effects, self._machine.effects = self._machine.effects, []
-        if effects:
-            self._perform(effects)
+            effects = machine.effects
+            if not effects:
+                return result
+            machine.effects = []
+        self._perform(effects)
         return result
 
     def _perform(self, effects: list[Effect]) -> None:
@@ -121,8 +124,8 @@ class ReferenceSpace:
         trail = record.cell
         if trail is not None and trail.waiting:
             with self._lock:
-                waiting, trail.waiting = trail.waiting, []
-            for callback in waiting:
+                waiting, trail.waiting = trail.waiting, None
+            for callback in waiting or ():
                 callback()
 
     # References of this program
@@ -258,22 +261,24 @@ class ReferenceSpace:
 
     def arrive(self, sender: int, frame: Frame) -> list[UserReference]:
         """Take the references in front of a message's pickle; those that their owners don't count yet are returned."""
-        forks, end = unpack_forks(frame.meta)
+        meta = frame.meta
+        forks, end = unpack_forks(meta)
         creation: OwnedValue | None = None
         if frame.flags & REMOTE:
             if not forks:
                 raise ProtocolError("a call that makes a value does not say which")
-            first, *forks = forks
-            length = int.from_bytes(frame.meta[end : end + 2], "little")
-            site = bytes(frame.meta[end + 2 : end + 2 + length]).decode()
-            end += 2 + length
-            creation = self._do(self._make, sender, first, frame.name.decode(), site)
-        frame.meta = memoryview(frame.meta)[end:]
+            start = end + 2
+            end = start + int.from_bytes(meta[end:start], "little")
+            creation = self._do(self._make, sender, forks.pop(0), frame.name, bytes(meta[start:end]))
+        frame.meta = memoryview(meta)[end:]
+        if not forks:
+            frame.arrivals = Arrivals(creation, [])
+            return []
         records = self._do(self._arrive_all, forks, sender)
         frame.arrivals = Arrivals(creation, [self._kept(record) for record in records])
         return [r for r in records if isinstance(r, UserReference) and r.state is User.ARRIVED]
 
-    def _make(self, sender: int, first: Fork, maker: str, site: str) -> OwnedValue | None:
+    def _make(self, sender: int, first: Fork, maker: bytes, site: bytes) -> OwnedValue | None:
         if sender == self.me:
             return self._own_calls.get(first.rref)
         value = self._machine.make(sender, first.rref, first.fork)
@@ -286,7 +291,7 @@ class ReferenceSpace:
         """The cell of a value, made on first sight. Called under the lock."""
         cell = value.cell
         if cell is None:
-            cell = value.cell = self._early.pop(value.rref, None) or Cell("", "")
+            cell = value.cell = self._early.pop(value.rref, None) or Cell()
             if value.state is Value.BROKEN:
                 cell.fail(self._never_made(value.rref))
         return cell  # type: ignore[no-any-return]
@@ -319,7 +324,7 @@ class ReferenceSpace:
             with self._lock:
                 waits = record.state in (User.ARRIVED, User.ARRIVED_DROPPED)
                 if waits:
-                    record.cell.waiting.append(one_less)
+                    record.cell.waiting = [*(record.cell.waiting or ()), one_less]
             if not waits:
                 one_less()
 
@@ -330,7 +335,7 @@ class ReferenceSpace:
             if value is not None:
                 return self._cell(value)
             if not exists and rref.created_on not in self._machine.dead:
-                return self._early.setdefault(rref, Cell("", ""))
+                return self._early.setdefault(rref, Cell())
         raise ReferenceLostError(
             f"{self._worker} does not have the value of RRef {rref} any more: it was freed, because a worker that held "
             "it died or was taken for dead."

@@ -8,7 +8,13 @@ from __future__ import annotations
 import enum
 
 
-class User(enum.Enum):
+class _Named(enum.Enum):
+    """Hashed by identity: the hash of Python's own enums is a function in Python, and these are keys of tables."""
+
+    __hash__ = object.__hash__
+
+
+class User(_Named):
     """What a user's reference is. Those that end in ``_DROPPED`` can't be reached by the program any more."""
 
     CREATING = "remote() has asked the owner to make the value; no answer yet"
@@ -22,7 +28,7 @@ class User(enum.Enum):
     ENDED = "forgotten here, and the owner is told if it may count it"
 
 
-class UserEvent(enum.Enum):
+class UserEvent(_Named):
     MADE = "the owner answered"
     UNANSWERED = "the call failed, and may have arrived"
     UNSENT = "the call was never sent"
@@ -34,7 +40,7 @@ class UserEvent(enum.Enum):
     CHILDREN_SAFE = "everyone it was passed to is counted"
 
 
-class Value(enum.Enum):
+class Value(_Named):
     """What an owner has."""
 
     AWAITED = "somebody refers to it; the call that makes it has not come yet"
@@ -43,7 +49,7 @@ class Value(enum.Enum):
     FREED = "nobody elsewhere refers to it"
 
 
-class ValueEvent(enum.Enum):
+class ValueEvent(_Named):
     CALL_CAME = "the call that makes it came"
     CALL_LOST = "its creator says that the call is lost, or died"
     LAST_GONE = "the last reference is gone"
