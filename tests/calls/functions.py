@@ -190,6 +190,11 @@ def die_soon() -> None:
 
 
 @torch.jit.script
+def scripted_failure(message: str) -> torch.Tensor:
+    raise ValueError(message)
+
+
+@torch.jit.script
 def scripted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a * b + 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import farprop.rpc as rpc
 from farprop.errors import ConnectionLostError, RemoteError, RpcTimeoutError, UsageError
@@ -18,6 +19,9 @@ def _types_survive() -> None:
     assert "worker1" in note
     assert "raise_value_error" in note
     assert "functions.py" in note
+    with pytest.raises(torch.jit.Error, match="in script") as scripted:
+        rpc.rpc_sync("worker1", f.scripted_failure, args=("in script",))
+    assert isinstance(scripted.value, RuntimeError)  # as over torch's RPC, where a local one is not
     with pytest.raises(f.Custom) as custom:
         rpc.rpc_sync("worker1", f.raise_custom)
     assert (custom.value.code, custom.value.text) == (7, "seven")

@@ -85,7 +85,7 @@ def _everywhere() -> None:
         assert back.label == "back"
         assert back.content[0].to_here() == value
         assert rpc.rpc_sync("worker1", _keyword, kwargs={"rref": rref, "others": {rref}}) == [value, value]
-        assert rpc.rpc_sync("worker1", lambda: rref.to_here()) == value  # noqa: B023, PLW0108
+        assert rpc.rpc_sync("worker1", lambda: rref.to_here()) == value  # noqa: B023
         assert rpc.rpc_sync("worker1", lambda plus, r=rref: r.to_here() + plus, args=(1,)) == value + 1
         assert rpc.rpc_sync("worker1", functools.partial(_keyword, rref=rref)) == [value]
         assert rpc.rpc_sync("worker1", WithState(rref).value, args=(2,)) == value + 2

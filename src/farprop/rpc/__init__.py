@@ -130,6 +130,9 @@ def init_rpc(
 
 def _backend_and_options(backend: Any, given: RpcBackendOptions | None) -> tuple[Any, Any]:
     known = backend_registry.BackendType
+    # A member of an earlier BackendType is as good: each registration makes a new one.
+    if isinstance(getattr(backend, "value", None), BackendValue) and backend.name in known.__members__:
+        backend = known[backend.name]
     if backend is not None and not isinstance(backend, known):
         raise TypeError("Argument backend must be a member of BackendType")
     if given is not None and not isinstance(given, RpcBackendOptions):

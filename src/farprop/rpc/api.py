@@ -321,7 +321,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         if graceful:
             if getattr(agent, "is_static_group", True):
                 _wait_all_workers(timeout)
-                _wait_for_all_work(agent, timeout)  # which may still use references
+                _wait_for_own_work(agent, timeout)  # which may still use references
                 _delete_all_user_and_unforked_owner_rrefs()
                 _wait_for_all_work(agent, timeout)
                 _report_leaks(agent)

@@ -9,12 +9,20 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
+import torch
+
 from farprop.errors import RemoteError
 from farprop.wire.codec import Encoded, decode, encode
 
 
+class ScriptError(torch.jit.Error, RuntimeError):
+    """What a TorchScript function raised. Torch's own is no ``RuntimeError``, but callers over torch's RPC got one."""
+
+
 def encode_failure(error: BaseException, worker: str) -> Encoded:
     """Everything the caller needs to raise ``error`` there."""
+    if type(error) is torch.jit.Error:
+        error = ScriptError(*error.args).with_traceback(error.__traceback__)
     kind = type(error)
     shown, text = _shown(error)
     pickled: bytes | None = None

@@ -198,6 +198,7 @@ class References:
             if operation.kind is Kind.REGISTER:
                 self._registered(operation.fork, bool(done))
             elif operation.kind is Kind.REVOKE and not done:
+                self._leaves_orphans(operation.fork)  # it may have come, and ended again
                 self._safe(operation.fork, counted=False)
             elif operation.kind is Kind.RECALL and not done:
                 self._never_came(operation.fork)
@@ -218,9 +219,8 @@ class References:
         self._gone = {rref for rref in self._gone if rref.created_on != peer}
         for reference in [r for r in self.users.values() if r.owner == peer and r.state is not User.VOID]:
             self._user_event(reference, UserEvent.OWNER_DIED)
-        for fork, passed in [(fork, passed) for fork, passed in self.passed.items() if passed.to == peer]:
-            if isinstance(passed.source, UserReference):
-                passed.source.orphans = passed.source.early
+        for fork in [fork for fork, passed in self.passed.items() if passed.to == peer]:
+            self._leaves_orphans(fork)
             self._safe(fork, counted=False)
         for value in list(self.owned.values()):
             if peer in value.forks.values():
@@ -238,6 +238,8 @@ class References:
         if kind is Kind.REGISTER:
             return self._register(peer, rref, fork, exists=flag)
         if kind is Kind.ACCEPT:
+            if flag:
+                self._leaves_orphans(fork)
             self._safe(fork, counted=True)
             return True
         if kind is Kind.REVOKE:
@@ -300,7 +302,8 @@ class References:
         if before in _UNREGISTERED and reference.state not in _UNREGISTERED:
             self.effects.append(Effect(Happening.SETTLED, reference))
             # Counted or not, the parent need not hold its own for this one any more.
-            self._post(reference.parent, Operation(Kind.ACCEPT, reference.rref, reference.fork))
+            orphans = reference.early and event is not UserEvent.REGISTERED
+            self._post(reference.parent, Operation(Kind.ACCEPT, reference.rref, reference.fork, orphans))
         if reference.state is User.CONFIRMED:
             self.effects.append(Effect(Happening.CONFIRMED, reference))
         elif reference.state is User.VOID:
@@ -315,6 +318,12 @@ class References:
             kind = Kind.DELETE if reference.exists else Kind.FORGO
             self._post(reference.owner, Operation(kind, reference.rref, reference.fork, reference.orphans))
             self._user_event(reference, UserEvent.CHILDREN_SAFE)
+
+    def _leaves_orphans(self, fork: GlobalId) -> None:
+        """A fork that we passed on will not be counted, and who had it may have passed it on."""
+        passed = self.passed.get(fork)
+        if passed is not None and isinstance(passed.source, UserReference):
+            passed.source.orphans = passed.source.early
 
     def _safe(self, fork: GlobalId, counted: bool) -> None:
         """A fork that we passed on needs us no more: it is counted, or it will never be."""

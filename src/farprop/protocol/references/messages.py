@@ -41,8 +41,8 @@ class Operation(NamedTuple):
     rref: GlobalId
     fork: GlobalId
     flag: bool = False
-    """Of REGISTER: ``Fork.exists``. Of DELETE and FORGO: somebody whom the fork was passed to has died, and may have
-    passed it on before it was counted."""
+    """Of REGISTER: ``Fork.exists``. Of ACCEPT, DELETE and FORGO: there may be orphans, forks of a value that was still to
+    be made which nobody holds, because of a death between them and this one."""
 
 
 class Batch(NamedTuple):

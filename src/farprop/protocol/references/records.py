@@ -30,7 +30,7 @@ class UserReference:
         self.exists = exists
         self.children: set[GlobalId] = set()  # forks that were passed on and are not known to be counted
         self.early = False  # it was passed on when the owner may not have had a record of the value
-        self.orphans = False  # somebody died whom it was passed to so early, and may have passed it on
+        self.orphans = False  # somebody whom it was passed to so early may have passed it on, and does not hold it
         self.cell: Any = None  # the runtime's
 
     def move(self, event: UserEvent) -> None:

@@ -1,0 +1,734 @@
+"""The protocol of remote references, one step at a time: what each event does to the workers that take part."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farprop.errors import ProtocolError
+from farprop.ids import GlobalId
+from farprop.protocol.references.control import MAX_OPERATIONS, Inbox, Outbox
+from farprop.protocol.references.machine import References
+from farprop.protocol.references.messages import (
+    Batch,
+    Fork,
+    Kind,
+    Operation,
+    Reply,
+    pack_forks,
+    pack_operations,
+    unpack_forks,
+    unpack_operations,
+)
+from farprop.protocol.references.records import Happening, OwnedValue, UserReference
+from farprop.protocol.references.states import USER_TABLE, VALUE_TABLE, User, UserEvent, Value, ValueEvent
+
+OWNER, ANN, BOB, EVE = range(4)
+ROUTE = object()
+
+
+class Job:
+    """Four workers. Batches travel when ``exchange`` is called."""
+
+    def __init__(self) -> None:
+        self.machines = [References(rank) for rank in range(4)]
+
+    def __getitem__(self, rank: int) -> References:
+        return self.machines[rank]
+
+    def exchange(self, *between: int) -> list[Kind]:
+        """Carry batches, of these workers or of all, until there are none; the operations that were carried."""
+        ranks = between or range(4)
+        carried: list[Kind] = []
+        going = True
+        while going:
+            going = False
+            for source in ranks:
+                for target in ranks:
+                    batch = self[source].outgoing(target)
+                    if batch is not None and target not in self[source].dead:
+                        carried += [operation.kind for operation in batch.operations]
+                        self[source].replied(target, self[target].incoming(source, batch))
+                        going = True
+            for machine in self.machines:
+                machine.validate()
+        return carried
+
+    def create(self, creator: int = ANN) -> tuple[UserReference, OwnedValue]:
+        """A value that ``remote()`` made."""
+        reference = self[creator].create(OWNER)
+        value = self[OWNER].make(creator, reference.rref, reference.fork)
+        assert value is not None
+        self[creator].made(reference)
+        return reference, value
+
+    def send(self, source: UserReference | OwnedValue, sender: int, to: int) -> UserReference | OwnedValue:
+        return self[to].arrive(self[sender].fork(source, to, ROUTE), sender)
+
+    def kill(self, rank: int, *who_hear: int) -> None:
+        for other in who_hear or set(range(4)) - {rank}:
+            self[other].died(rank)
+
+    def assert_nothing_left(self, *ranks: int) -> None:
+        for rank in ranks or range(4):
+            machine = self[rank]
+            machine.validate()
+            assert machine.settled
+            assert not any(machine.counts().values()), f"worker {rank} has {machine.counts()}"
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job()
+
+
+def as_user(thing: UserReference | OwnedValue) -> UserReference:
+    assert isinstance(thing, UserReference)
+    return thing
+
+
+def happenings(machine: References) -> list[tuple[Happening, object]]:
+    effects, machine.effects = machine.effects, []
+    return [(happening, subject) for happening, subject in effects]
+
+
+# The four ways of passing
+
+
+def test_remote(job: Job) -> None:
+    reference, value = job.create()
+    assert reference.state is User.CONFIRMED
+    assert value.state is Value.MADE
+    assert value.forks == {reference.fork: ANN}
+    assert (Happening.CONFIRMED, reference) in happenings(job[ANN])
+    job[ANN].drop(reference)
+    assert job.exchange() == [Kind.DELETE]
+    assert (Happening.FREED, value) in happenings(job[OWNER])
+    job.assert_nothing_left()
+
+
+def test_remote_that_is_dropped_before_the_answer(job: Job) -> None:
+    reference = job[ANN].create(OWNER)
+    job[ANN].drop(reference)
+    assert not job.exchange()
+    job[OWNER].make(ANN, reference.rref, reference.fork)
+    job[ANN].made(reference)
+    assert job.exchange() == [Kind.DELETE]
+    job.assert_nothing_left()
+
+
+def test_owner_to_user(job: Job) -> None:
+    value = job[OWNER].own()
+    fork = job[OWNER].fork(value, ANN, ROUTE)
+    assert value.forks == {fork.fork: ANN}, "counted before the message leaves"
+    reference = as_user(job[ANN].arrive(fork, OWNER))
+    assert reference.state is User.CONFIRMED
+    assert not job[OWNER].settled
+    assert job.exchange() == [Kind.ACCEPT]
+    assert job[OWNER].settled
+    assert job[OWNER].find(value.rref) is value
+    job[ANN].drop(reference)
+    assert job.exchange() == [Kind.DELETE]
+    job.assert_nothing_left()
+
+
+def test_a_freed_value_can_be_shared_again(job: Job) -> None:
+    value = job[OWNER].own()
+    for _ in range(2):
+        reference = as_user(job.send(value, OWNER, ANN))
+        assert value.state is Value.MADE
+        job[ANN].drop(reference)
+        job.exchange()
+        assert value.state is Value.FREED
+
+
+def test_user_to_user(job: Job) -> None:
+    parent, value = job.create()
+    child = as_user(job.send(parent, ANN, BOB))
+    assert child.state is User.ARRIVED
+    job[ANN].drop(parent)
+    assert parent.state is User.DROPPED
+    assert job[ANN].outgoing(OWNER) is None, "the parent holds its own until the child is counted"
+    job.exchange(BOB, OWNER)
+    assert child.state is User.CONFIRMED
+    assert {Happening.SETTLED, Happening.CONFIRMED} <= {happening for happening, _ in happenings(job[BOB])}
+    assert set(value.forks) == {parent.fork, child.fork}
+    assert job.exchange() == [Kind.ACCEPT, Kind.DELETE]
+    assert set(value.forks) == {child.fork}
+    job[BOB].drop(child)
+    job.exchange()
+    job.assert_nothing_left()
+
+
+def test_a_reference_that_is_dropped_before_it_is_counted(job: Job) -> None:
+    parent, _ = job.create()
+    child = as_user(job.send(parent, ANN, BOB))
+    job[BOB].drop(child)
+    assert child.state is User.ARRIVED_DROPPED
+    job[ANN].drop(parent)
+    assert sorted(job.exchange()) == sorted([Kind.REGISTER, Kind.ACCEPT, Kind.DELETE, Kind.DELETE])
+    job.assert_nothing_left()
+
+
+def test_a_reference_that_is_passed_on_before_it_is_counted(job: Job) -> None:
+    first, value = job.create()
+    second = as_user(job.send(first, ANN, BOB))
+    third = as_user(job.send(second, BOB, EVE))
+    job[ANN].drop(first)
+    job[BOB].drop(second)
+    job.exchange()
+    assert third.state is User.CONFIRMED
+    assert value.forks == {third.fork: EVE}
+
+
+def test_user_to_owner(job: Job) -> None:
+    reference, value = job.create()
+    assert job.send(reference, ANN, OWNER) is value
+    assert job.exchange() == [Kind.ACCEPT]
+    assert value.forks == {reference.fork: ANN}, "what comes home is not counted"
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_passing_to_oneself(job: Job, own: bool) -> None:
+    reference, value = job.create()
+    if own:
+        assert job.send(value, OWNER, OWNER) is value
+        assert set(value.forks) == {reference.fork}
+    else:
+        again = as_user(job.send(reference, ANN, ANN))
+        job.exchange()
+        assert set(value.forks) == {reference.fork, again.fork}
+        job[ANN].drop(again)
+    job[ANN].drop(reference)
+    job.exchange()
+    job.assert_nothing_left()
+
+
+def test_what_was_never_sent_is_given_back(job: Job) -> None:
+    reference, value = job.create()
+    forks = [job[ANN].fork(reference, BOB, ROUTE)]
+    job[ANN].drop(reference)
+    job[ANN].undelivered(forks)
+    own_forks = [job[OWNER].fork(value, BOB, ROUTE)]
+    job[OWNER].undelivered(own_forks)
+    job.exchange()
+    job.assert_nothing_left()
+
+
+# References that overtake the call that makes their value
+
+
+def test_a_fork_that_overtakes_the_call(job: Job) -> None:
+    reference = job[ANN].create(OWNER)
+    child = as_user(job.send(reference, ANN, BOB))
+    job.exchange()
+    value = job[OWNER].find(reference.rref)
+    assert value is not None
+    assert value.state is Value.AWAITED
+    assert child.state is User.CONFIRMED
+    assert job[OWNER].make(ANN, reference.rref, reference.fork) is value
+    assert value.state is Value.MADE
+    assert value.forks == {child.fork: BOB, reference.fork: ANN}
+
+
+def test_a_fork_that_overtakes_the_call_home(job: Job) -> None:
+    reference = job[ANN].create(OWNER)
+    value = job.send(reference, ANN, OWNER)
+    assert isinstance(value, OwnedValue)
+    assert value.state is Value.AWAITED
+    assert not job.exchange(), "accepted only when the call has come: until then nobody else counts"
+    assert job[OWNER].make(ANN, reference.rref, reference.fork) is value
+    assert job.exchange() == [Kind.ACCEPT]
+
+
+def test_an_awaited_value_that_nobody_wants_any_more(job: Job) -> None:
+    reference = job[ANN].create(OWNER)
+    child = as_user(job.send(reference, ANN, BOB))
+    job.exchange()
+    job[BOB].drop(child)
+    job.exchange()
+    assert job[OWNER].find(reference.rref) is None
+    assert Happening.BROKEN in [happening for happening, _ in happenings(job[OWNER])]
+    value = job[OWNER].make(ANN, reference.rref, reference.fork)
+    assert value is not None
+    assert value.forks == {reference.fork: ANN}
+
+
+def test_an_awaited_value_breaks_when_its_creator_dies(job: Job) -> None:
+    reference = job[ANN].create(OWNER)
+    child = as_user(job.send(reference, ANN, BOB))
+    value = job.send(reference, ANN, OWNER)
+    job.exchange()
+    job.kill(ANN)
+    assert value.state is Value.BROKEN
+    assert (Happening.BROKEN, value) in happenings(job[OWNER])
+    job[BOB].drop(child)
+    job.exchange(OWNER, BOB, EVE)
+    job.assert_nothing_left(OWNER, BOB, EVE)
+
+
+def test_an_awaited_value_outlives_whoever_passed_it_home(job: Job) -> None:
+    reference = job[ANN].create(OWNER)
+    child = as_user(job.send(reference, ANN, BOB))
+    value = job.send(child, BOB, OWNER)
+    job.kill(BOB)
+    assert job[OWNER].make(ANN, reference.rref, reference.fork) is value
+    assert value.state is Value.MADE
+
+
+# Calls without answers
+
+
+def test_doubtful_and_the_call_comes_later(job: Job) -> None:
+    reference = job[ANN].create(OWNER)
+    job[ANN].unanswered(reference, lost=False)
+    assert reference.state is User.DOUBTFUL
+    job[ANN].drop(reference)
+    assert job.exchange() == [Kind.FORGO]
+    value = job[OWNER].make(ANN, reference.rref, reference.fork)
+    assert value is not None, "the call is run all the same"
+    assert value.state is Value.FREED
+    assert not job[OWNER]._forgone
+    job[ANN].made(reference)
+    assert reference.state is User.ENDED
+    job.assert_nothing_left()
+
+
+def test_doubtful_and_the_call_came(job: Job) -> None:
+    reference = job[ANN].create(OWNER)
+    assert job[OWNER].make(ANN, reference.rref, reference.fork) is not None
+    job[ANN].unanswered(reference, lost=True)
+    assert job.exchange() == [Kind.RECALL]
+    assert reference.state is User.DOUBTFUL
+    job[ANN].drop(reference)
+    assert job.exchange() == [Kind.FORGO]
+    job.assert_nothing_left()
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_lost_call_is_not_run_if_it_comes(job: Job, dropped: bool) -> None:
+    reference = job[ANN].create(OWNER)
+    job[ANN].unanswered(reference, lost=True)
+    if dropped:
+        job[ANN].drop(reference)
+    job.exchange()
+    assert reference.state is (User.ENDED if dropped else User.VOID)
+    assert job[OWNER].make(ANN, reference.rref, reference.fork) is None
+    if not dropped:
+        job[ANN].drop(reference)
+    job.assert_nothing_left()
+
+
+def test_those_who_have_a_reference_to_a_lost_call_are_told(job: Job) -> None:
+    reference = job[ANN].create(OWNER)
+    child = as_user(job.send(reference, ANN, BOB))
+    job.exchange()
+    value = job[OWNER].find(reference.rref)
+    assert value is not None
+    job[ANN].unanswered(reference, lost=True)
+    job.exchange()
+    assert value.state is Value.BROKEN
+    job[BOB].drop(child)
+    job[ANN].drop(reference)
+    job.exchange()
+    job.assert_nothing_left()
+
+
+def test_a_reference_to_a_lost_call_that_comes_home_leaves_nothing(job: Job) -> None:
+    reference = job[ANN].create(OWNER)
+    fork = job[ANN].fork(reference, OWNER, ROUTE)
+    job[ANN].unanswered(reference, lost=True)
+    job.exchange()
+    value = job[OWNER].arrive(fork, ANN)
+    assert (Happening.BROKEN, value) in happenings(job[OWNER])
+    job[ANN].drop(reference)
+    job.exchange()
+    job.assert_nothing_left()
+
+
+def test_a_call_that_was_never_sent(job: Job) -> None:
+    reference = job[ANN].create(OWNER)
+    job[ANN].unsent(reference)
+    assert reference.state is User.VOID
+    assert not job.exchange(), "nobody else knows of it"
+    job[ANN].drop(reference)
+    job.assert_nothing_left()
+
+
+def test_nobody_waits_for_a_call_that_was_never_sent(job: Job) -> None:
+    reference = job[ANN].create(OWNER)
+    child = as_user(job.send(reference, ANN, BOB))
+    job.exchange()
+    job[ANN].unsent(reference)
+    job.exchange()
+    value = job[OWNER].find(reference.rref)
+    assert value is not None
+    assert value.state is Value.BROKEN
+    job[BOB].drop(child)
+    job[ANN].drop(reference)
+    job.exchange()
+    job.assert_nothing_left()
+
+
+# Connections that break
+
+
+def test_a_fork_that_was_lost_is_given_back(job: Job) -> None:
+    reference, value = job.create()
+    lost = job[ANN].fork(reference, BOB, ROUTE)
+    other = job[ANN].fork(reference, EVE, object())
+    job[ANN].route_lost(ROUTE)
+    assert job.exchange() == [Kind.REVOKE], "only what was on that connection"
+    assert reference.children == {other.fork}
+    void = as_user(job[BOB].arrive(lost, ANN))
+    assert void.state is User.VOID
+    assert void.fork not in job[BOB].users
+    job[BOB].drop(void)
+    assert set(value.forks) == {reference.fork}
+
+
+def test_a_fork_of_the_owner_that_was_lost_is_not_counted(job: Job) -> None:
+    value = job[OWNER].own()
+    job[OWNER].fork(value, BOB, ROUTE)
+    job[OWNER].route_lost(ROUTE)
+    job.exchange()
+    assert value.state is Value.FREED
+    job.assert_nothing_left()
+
+
+@pytest.mark.parametrize("to", [BOB, OWNER])
+def test_a_fork_that_came_before_its_connection_broke_stays(job: Job, to: int) -> None:
+    reference = job[ANN].create(OWNER)
+    thing = job.send(reference, ANN, to)
+    job[ANN].route_lost(ROUTE)
+    job.exchange(ANN, to)
+    assert reference.children, "it is held until it is accepted"
+    assert job[OWNER].make(ANN, reference.rref, reference.fork) is not None
+    job.exchange()
+    assert not reference.children
+    assert thing.state in (User.CONFIRMED, Value.MADE)
+
+
+# Deaths
+
+
+def test_what_a_dead_worker_held_is_given_back(job: Job) -> None:
+    reference, value = job.create()
+    job.send(reference, ANN, BOB)
+    job.exchange()
+    job.kill(BOB)
+    assert value.forks == {reference.fork: ANN}
+    job.kill(ANN, OWNER)
+    assert (Happening.FREED, value) in happenings(job[OWNER])
+    job.assert_nothing_left(OWNER, EVE)
+
+
+def test_what_a_dead_worker_owned_is_void(job: Job) -> None:
+    confirmed, _ = job.create(ANN)
+    creating = job[ANN].create(OWNER)
+    doubtful = job[ANN].create(OWNER)
+    job[ANN].unanswered(doubtful, lost=True)
+    arrived = as_user(job.send(confirmed, ANN, BOB))
+    job.kill(OWNER)
+    heard = happenings(job[ANN])
+    for reference in (confirmed, creating, doubtful):
+        assert reference.state is User.VOID
+        assert (Happening.VOID, reference) in heard
+    assert arrived.state is User.VOID
+    assert job[ANN].create(OWNER).state is User.VOID
+    assert as_user(job.send(confirmed, ANN, EVE)).state is User.VOID
+    assert job.exchange(ANN, BOB, EVE) == [Kind.ACCEPT, Kind.ACCEPT]
+    for machine in job.machines[1:]:
+        for reference in list(machine.users.values()):
+            machine.drop(reference)
+    job.assert_nothing_left(ANN, BOB, EVE)
+
+
+def test_nothing_waits_for_a_dead_receiver(job: Job) -> None:
+    reference, value = job.create()
+    job[ANN].fork(reference, BOB, ROUTE)
+    job[OWNER].fork(value, BOB, ROUTE)
+    job[ANN].drop(reference)
+    job.kill(BOB)
+    job[OWNER].fork(value, BOB, ROUTE)
+    job.exchange(OWNER, ANN, EVE)
+    job.assert_nothing_left(OWNER, ANN, EVE)
+
+
+def test_a_call_of_a_dead_worker_is_not_run(job: Job) -> None:
+    reference = job[ANN].create(OWNER)
+    job.kill(ANN)
+    assert job[OWNER].make(ANN, reference.rref, reference.fork) is None
+    job.assert_nothing_left(OWNER)
+
+
+def test_the_child_of_a_dead_parent_may_come_too_late(job: Job) -> None:
+    first, _ = job.create()
+    second = as_user(job.send(first, ANN, BOB))
+    job.exchange()
+    fork = job[BOB].fork(second, EVE, ROUTE)
+    job[ANN].drop(first)
+    job.kill(BOB, OWNER, ANN)
+    job.exchange(OWNER, ANN)
+    third = as_user(job[EVE].arrive(fork, BOB))
+    job.exchange(OWNER, EVE)
+    assert third.state is User.VOID
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_orphans_do_not_wait_for_a_value_that_was_freed(job: Job, counted: bool) -> None:
+    """It was passed on before the value was made, so its fork does not say that it was; but a death cut it off."""
+    first = job[ANN].create(OWNER)
+    second = as_user(job.send(first, ANN, BOB))
+    fork = job[BOB].fork(second, EVE, ROUTE)
+    assert not fork.exists
+    assert job[OWNER].make(ANN, first.rref, first.fork) is not None
+    job[ANN].made(first)
+    if counted:
+        job.exchange(OWNER, ANN, BOB)
+    job[ANN].drop(first)
+    job.exchange(OWNER, ANN)
+    job.kill(BOB, OWNER, ANN)
+    job.exchange(OWNER, ANN)
+    third = as_user(job[EVE].arrive(fork, BOB))
+    job.exchange(OWNER, EVE)
+    assert third.state is User.VOID
+    job.assert_nothing_left(OWNER, ANN)
+
+
+def test_orphans_of_a_user_that_takes_the_owner_for_dead(job: Job) -> None:
+    first = job[ANN].create(OWNER)
+    second = as_user(job.send(first, ANN, BOB))
+    fork = job[BOB].fork(second, EVE, ROUTE)
+    assert job[OWNER].make(ANN, first.rref, first.fork) is not None
+    job[ANN].made(first)
+    job[ANN].drop(first)
+    job.kill(OWNER, BOB)
+    job.exchange(ANN, BOB)
+    job.exchange(ANN, OWNER)
+    third = as_user(job[EVE].arrive(fork, BOB))
+    job.exchange(OWNER, EVE)
+    assert third.state is User.VOID
+
+
+def test_a_death_is_heard_once(job: Job) -> None:
+    value = job[OWNER].own()
+    job.send(value, OWNER, BOB)
+    job[OWNER].died(BOB)
+    happenings(job[OWNER])
+    job[OWNER].died(BOB)
+    assert not job[OWNER].effects
+
+
+# Looking
+
+
+def test_hurry(job: Job) -> None:
+    reference, _ = job.create()
+    job[ANN].effects.clear()
+    job.send(reference, ANN, BOB)
+    assert happenings(job[BOB]) == [(Happening.SEND, OWNER)]
+    job.exchange()
+    job[ANN].effects.clear()
+    job[ANN].drop(reference)
+    assert happenings(job[ANN]) == [(Happening.SEND_LATER, OWNER)]
+
+
+def test_what_comes_while_a_batch_is_on_its_way_goes_after_it(job: Job) -> None:
+    reference, _ = job.create()
+    again = job.create()[0]
+    job[ANN].drop(reference)
+    batch = job[ANN].outgoing(OWNER)
+    assert batch is not None
+    job[ANN].drop(again)
+    assert job[ANN].outgoing(OWNER) is batch
+    reply = job[OWNER].incoming(ANN, batch)
+    job[ANN].effects.clear()
+    job[ANN].replied(OWNER, reply)
+    assert happenings(job[ANN]) == [(Happening.SEND, OWNER)]
+    job[ANN].replied(OWNER, reply)
+    assert not job[ANN].effects, "a reply that comes again is not news"
+    following = job[ANN].outgoing(OWNER)
+    assert following is not None
+    assert following.number == batch.number + 1
+
+
+def test_counts_and_concerns(job: Job) -> None:
+    reference, value = job.create()
+    job.send(reference, ANN, BOB)
+    assert job[BOB].counts() == {
+        "num_owner_rrefs": 0,
+        "num_forks": 0,
+        "num_pending_users": 1,
+        "num_users": 1,
+        "num_pending_forks": 0,
+        "num_pending_operations": 1,
+    }
+    assert job[ANN].counts()["num_pending_forks"] == 1
+    assert job[OWNER].counts()["num_forks"] == 1
+    assert not job[BOB].settled
+    concerned = {rank: [r for r in range(4) if job[rank].concerns(r)] for rank in range(4)}
+    assert concerned == {OWNER: [ANN], ANN: [OWNER, BOB], BOB: [OWNER], EVE: []}
+    assert value.forks
+
+
+# The tables
+
+
+@pytest.mark.parametrize(("state", "event"), [(s, e) for s in User for e in UserEvent if (s, e) not in USER_TABLE])
+def test_what_can_not_happen_to_a_reference(state: User, event: UserEvent) -> None:
+    reference = UserReference(OWNER, References(ANN).new_id(), References(BOB).new_id(), ANN, state, exists=True)
+    with pytest.raises(AssertionError, match=f"{state.name} can't have the event {event.name}"):
+        reference.move(event)
+
+
+@pytest.mark.parametrize(("state", "event"), [(s, e) for s in Value for e in ValueEvent if (s, e) not in VALUE_TABLE])
+def test_what_can_not_happen_to_a_value(state: Value, event: ValueEvent) -> None:
+    with pytest.raises(AssertionError, match=f"{state.name} can't have the event {event.name}"):
+        OwnedValue(References(OWNER).new_id(), state).move(event)
+
+
+def test_every_state_can_be_reached() -> None:
+    assert {User.CREATING, User.ARRIVED, *USER_TABLE.values()} == set(User)
+    assert {Value.AWAITED, *VALUE_TABLE.values()} == set(Value)
+
+
+def test_validate_sees_what_is_wrong(job: Job) -> None:
+    reference, value = job.create()
+    job.send(reference, ANN, BOB)
+    del job[ANN].passed[next(iter(reference.children))]
+    with pytest.raises(KeyError):
+        job[ANN].validate()
+    value.forks.clear()
+    with pytest.raises(AssertionError, match="nobody refers to it"):
+        job[OWNER].validate()
+
+
+# Batches
+
+
+def operation(number: int) -> Operation:
+    return Operation(Kind.DELETE, GlobalId(1, number), GlobalId(2, number))
+
+
+def test_one_batch_at_a_time() -> None:
+    outbox = Outbox()
+    assert outbox.current() is None
+    assert outbox.empty
+    outbox.add(operation(1))
+    assert not outbox.empty
+    batch = outbox.current()
+    assert batch == Batch(1, (operation(1),))
+    outbox.add(operation(2))
+    assert outbox.current() is batch
+    assert outbox.operations() == [operation(1), operation(2)]
+    assert outbox.replied(Reply(1, b"\1")) is batch
+    assert outbox.current() == Batch(2, (operation(2),))
+    assert outbox.replied(Reply(2, b"\0")) == Batch(2, (operation(2),))
+    assert outbox.empty
+    outbox.add(operation(3))
+    assert outbox.current() == Batch(3, (operation(3),)), "numbers go on"
+
+
+def test_replies_that_answer_nothing() -> None:
+    outbox = Outbox()
+    assert outbox.replied(Reply(1, b"\1")) is None
+    outbox.add(operation(1))
+    outbox.current()
+    for reply in (Reply(0, b"\1"), Reply(2, b"\1"), Reply(1, b""), Reply(1, b"\1\1")):
+        assert outbox.replied(reply) is None
+    assert outbox.replied(Reply(1, b"\1")) is not None
+    assert outbox.replied(Reply(1, b"\1")) is None
+
+
+def test_a_batch_has_a_limit() -> None:
+    outbox = Outbox()
+    for number in range(MAX_OPERATIONS + 1):
+        outbox.add(operation(number))
+    batch = outbox.current()
+    assert batch is not None
+    assert len(batch.operations) == MAX_OPERATIONS
+    outbox.replied(Reply(1, bytes(MAX_OPERATIONS)))
+    assert outbox.current() == Batch(2, (operation(MAX_OPERATIONS),))
+
+
+def test_a_batch_is_done_once() -> None:
+    inbox = Inbox()
+    done: list[Operation] = []
+
+    def do(wanted: Operation) -> bool:
+        done.append(wanted)
+        return wanted.rref.local_id == 1
+
+    batch = Batch(1, (operation(1), operation(2)))
+    assert inbox.take(batch, do) == Reply(1, b"\1\0")
+    assert inbox.take(batch, do) == Reply(1, b"\1\0")
+    assert done == [operation(1), operation(2)]
+    assert inbox.take(Batch(2, (operation(3),)), do) == Reply(2, b"\0")
+    assert inbox.take(batch, do) == Reply(1, b""), "an older one is not done, and what became of it is forgotten"
+    assert inbox.take(Batch(4, (operation(4),)), do) == Reply(4, b""), "one before its turn is not done"
+    assert done == [operation(1), operation(2), operation(3)]
+
+
+# What travels
+
+ids = st.builds(GlobalId, st.integers(0, 2**16 - 1), st.integers(0, 2**64 - 1))
+forks = st.builds(Fork, st.integers(0, 2**16 - 1), ids, ids, st.booleans())
+operations = st.builds(Operation, st.sampled_from(Kind), ids, ids, st.booleans())
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(forks, max_size=20), st.binary(max_size=50))
+def test_forks_travel_in_front_of_a_pickle(sent: list[Fork], pickle: bytes) -> None:
+    message = pack_forks(sent) + pickle
+    for data in (message, bytearray(message), memoryview(message)):
+        received, end = unpack_forks(data)
+        assert received == sent
+        assert bytes(data[end:]) == pickle
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(operations, max_size=20).map(tuple))
+def test_operations_travel(sent: tuple[Operation, ...]) -> None:
+    received = unpack_operations(pack_operations(sent))
+    assert received == sent
+    assert all(type(operation.kind) is Kind for operation in received)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.binary(max_size=200))
+def test_garbage_raises_a_protocol_error_or_is_a_message(data: bytes) -> None:
+    try:
+        received, end = unpack_forks(data)
+    except ProtocolError:
+        assert len(data) < 4 or len(pack_forks([])) + int.from_bytes(data[:4], "little") * 23 > len(data)
+    else:
+        assert len(pack_forks(received)) == end <= len(data)
+    try:
+        done = unpack_operations(data)
+    except ProtocolError:
+        assert len(data) % 22 or any(kind not in list(Kind) for kind in data[::22])
+    else:
+        assert len(pack_operations(done)) == len(data)
+
+
+@pytest.mark.parametrize("cut", [1, 22, 23])
+def test_a_message_that_is_cut_off(cut: int) -> None:
+    whole = pack_forks([Fork(1, GlobalId(2, 3), GlobalId(4, 5), exists=True)])
+    with pytest.raises(ProtocolError, match="too short"):
+        unpack_forks(whole[:-cut])
+
+
+@pytest.mark.parametrize("cut", [1, 21])
+def test_a_batch_that_is_cut_off(cut: int) -> None:
+    whole = pack_operations([operation(1), operation(2)])
+    with pytest.raises(ProtocolError, match="makes no sense"):
+        unpack_operations(whole[:-cut])
+
+
+def test_an_operation_that_nobody_knows() -> None:
+    sent = bytearray(pack_operations([operation(1)]))
+    sent[0] = 99
+    with pytest.raises(ProtocolError, match="99"):
+        unpack_operations(bytes(sent))
