@@ -5,10 +5,10 @@ PIP_ARGS ?=
 RUN := .venv/bin/python
 READY := .venv/.installed
 
-.PHONY: help demo test bench bench-peers conformance lint format clean
+.PHONY: help demo test bench bench-peers conformance sim lint format clean
 
 help:
-	@echo "make demo | test | lint | format | bench | bench-peers | conformance [ONLY=Class] [HELD=1] | clean"
+	@echo "make demo | test | lint | format | bench | bench-peers | conformance [ONLY=Class] [HELD=1] | sim | clean"
 
 demo: $(READY)
 	@$(RUN) examples/demo.py
@@ -24,6 +24,9 @@ bench-peers: $(READY)
 
 conformance: $(READY)
 	@$(RUN) -m tests.conformance $(if $(HELD),--held) $(if $(ONLY),--only $(ONLY))
+
+sim: $(READY)
+	@$(RUN) -m tests.simulation --seeds 20000
 
 lint: $(READY)
 	@$(RUN) -m ruff check

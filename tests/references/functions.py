@@ -161,4 +161,22 @@ def own(name: str) -> Any:
 
 def gated_thing(gate: str, name: str) -> Thing:
     at_gate(gate)
+    note(name)
     return Thing(name)
+
+
+class Chain:
+    """Something that holds a reference."""
+
+    def __init__(self, rref: Any) -> None:
+        self.rref = rref
+
+
+class Failing:
+    @rpc.functions.async_execution
+    def later(self, name: str) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        error = ValueError("with a thing")
+        error.thing = Thing(name)  # type: ignore[attr-defined]
+        future.set_exception(error)
+        return future

@@ -18,6 +18,7 @@ import farprop.rpc as rpc
 from farprop.errors import RemoteError, UsageError
 from tests.calls import functions as f
 from tests.references import functions as g
+from tests.references.looking import wait_until
 from tests.support.workers import Cluster
 
 
@@ -116,7 +117,7 @@ def _twice() -> None:
         assert first is second
     rref = rpc.remote("worker1", f.add, args=(1,))
     pair = rpc.rpc_sync("worker2", f.identity, args=([rref, rref],))
-    assert rpc.rpc_sync("worker1", _forks) == 2  # ours, and the one that came back
+    wait_until(lambda: rpc.rpc_sync("worker1", _forks) == 2, "one fork is ours, one has come back")
     assert pair[0].to_here() == 2
 
 

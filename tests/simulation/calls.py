@@ -11,7 +11,7 @@ from tests.simulation.network import Connection
 class Call:
     """A call. It may make a value, to which the caller has a reference from the start."""
 
-    __slots__ = ("callee", "caller", "certain", "connection", "made", "number", "open", "reference")
+    __slots__ = ("callee", "caller", "certain", "connection", "number", "open", "reference")
 
     def __init__(self, number: int, caller: int, callee: int, reference: UserReference | None) -> None:
         self.number = number

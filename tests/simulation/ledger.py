@@ -30,10 +30,9 @@ class ValueStory:
 class ForkStory:
     """A fork: who has it or will have it, and which other fork it was made from. The owner's own have no parent."""
 
-    __slots__ = ("fork", "holder", "parent", "revoked", "sender", "value")
+    __slots__ = ("holder", "parent", "revoked", "sender", "value")
 
-    def __init__(self, fork: GlobalId, value: ValueStory, sender: int, holder: int, parent: ForkStory | None) -> None:
-        self.fork = fork
+    def __init__(self, value: ValueStory, sender: int, holder: int, parent: ForkStory | None) -> None:
         self.value = value
         self.sender = sender
         self.holder = holder

@@ -7,12 +7,13 @@ each other all the same, as they do when many threads handle them. Batches and r
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from farprop.protocol.references.messages import Batch, Fork, Reply
 from tests.simulation.names import show
 
 if TYPE_CHECKING:
+    from tests.simulation.calls import Call
     from tests.simulation.world import World
 
 
@@ -35,7 +36,7 @@ class Letter:
     __slots__ = ("call", "connection", "forks", "kind", "not_before", "number", "source", "target")
 
     def __init__(
-        self, kind: str, call: Any, forks: list[Fork], source: int, target: int, connection: Connection | None
+        self, kind: str, call: Call, forks: list[Fork], source: int, target: int, connection: Connection | None
     ) -> None:
         self.kind = kind
         self.call = call
@@ -83,7 +84,8 @@ class Network:
         self.in_flight[letter.number] = letter
         makes = letter.kind == "calls" and letter.call.reference is not None
         late = makes and not self.quiet and self.world.chance.random() < self.world.weather.late
-        self.world.clock.after(self._delay() + late * self.world.chance.uniform(0.1, 1.5), self._deliver_letter, letter)
+        delay = self._delay() + (self.world.chance.uniform(0.1, 3.0) if late else 0.0)
+        self.world.clock.after(delay, self._deliver_letter, letter)
 
     def _deliver_letter(self, letter: Letter) -> None:
         if letter.number not in self.in_flight:
@@ -95,6 +97,15 @@ class Network:
         if self._received(letter.source, letter.target):
             self.world.say("%d <- %d: %s", letter.target, letter.source, letter)
             self.world.workers[letter.target].receive(letter)
+
+    def passes_on_early(self, rank: int) -> bool:
+        """Whether a reference is on its way from a worker to which it came itself, to a value that may not exist yet."""
+        return any(
+            not fork.exists and fork.rref.created_on != rank
+            for letter in self.in_flight.values()
+            if letter.source == rank
+            for fork in letter.forks
+        )
 
     def break_one(self) -> None:
         """A connection breaks. What is on it is lost or comes all the same; both ends hear of it, each in its time."""
@@ -120,8 +131,9 @@ class Network:
         """
         chance = self.world.chance
         heard_until: dict[int, float] = {}
+        held = chance.random() < 0.7
         for letter in self.in_flight.values():
-            if letter.source == crashed and chance.random() < 0.5:
+            if letter.source == crashed and held:
                 letter.not_before = heard_until[letter.target] = self.world.clock.now + chance.uniform(0.5, 2.0)
         for connection in self._connections:
             if not connection.broken and crashed in (connection.caller, connection.callee):

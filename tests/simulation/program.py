@@ -11,16 +11,13 @@ if TYPE_CHECKING:
     from tests.simulation.worker import Worker
     from tests.simulation.world import World
 
-_ACTIONS = {"remote": 5, "call": 5, "own": 2, "drop": 5, "pass home": 2, "pass to self": 1}
+_ACTIONS = {"remote": 5, "call": 5, "own": 2, "drop": 7, "pass home": 2, "pass to self": 1}
 
 
 def step(world: World) -> None:
     """One worker does one thing."""
     chance = world.chance
-    workers = world.live()
-    if not workers:
-        return
-    worker = chance.choice(workers)
+    worker = chance.choice(world.live())
     (action,) = chance.choices(list(_ACTIONS), list(_ACTIONS.values()))
     if action == "own":
         worker.own()
@@ -51,7 +48,7 @@ def _hand_on(worker: Worker, thing: UserReference | OwnedValue) -> None:
         return
     to = chance.choice((worker.owner_of(thing), chance.randrange(len(worker.world.workers))))
     _send(worker, worker.call(to, creates=False), [thing])
-    if chance.random() < 0.5:
+    if chance.random() < 0.8:
         worker.drop(thing)
         worker.held = [other for other in worker.held if other is not thing]
 

@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 
 RETRY = 0.2  # seconds until a batch without a reply is sent again
 LATER = 0.005
+BROKEN = object()  # in the cell of a value that will never be made
 
 
 class Worker:
+    """Its program is in ``program``. What it does with the machine goes through ``machine``."""
+
     def __init__(self, world: World, rank: int) -> None:
         self.world = world
         self.rank = rank
@@ -42,20 +45,16 @@ class Worker:
     # Passing references
 
     def passable(self) -> list[UserReference | OwnedValue]:
+        """What the program has and can pass on."""
         return [
             thing
             for thing in self.held
-            if (thing.state in USABLE if isinstance(thing, UserReference) else thing.cell != "broken")
+            if (thing.state in USABLE if isinstance(thing, UserReference) else thing.cell is not BROKEN)
         ]
 
     def everything(self) -> list[UserReference | OwnedValue]:
         """What the program can reach."""
         return [*self.held, *(thing for task in self.tasks for thing in task.arguments)]
-
-    def passes_on_uncounted(self) -> bool:
-        """Whether somebody gets a reference from here that came here itself a moment ago."""
-        sources = [passed.source for passed in self.state.passed.values()]
-        return any(isinstance(s, UserReference) and s.early and not s.made_here for s in sources)
 
     def owner_of(self, thing: UserReference | OwnedValue) -> int:
         return thing.owner if isinstance(thing, UserReference) else self.rank
@@ -64,7 +63,7 @@ class Worker:
         fork = self.machine.fork(source, to, route)
         ledger = self.world.ledger
         parent = ledger.forks[source.fork] if isinstance(source, UserReference) else None
-        ledger.forks[fork.fork] = ForkStory(fork.fork, ledger.values[source.rref], self.rank, to, parent)
+        ledger.forks[fork.fork] = ForkStory(ledger.values[source.rref], self.rank, to, parent)
         return fork
 
     def own(self) -> None:
@@ -90,7 +89,7 @@ class Worker:
         if reference is not None:
             value = ValueStory(reference.rref, callee, self.rank, came=False)
             self.world.ledger.values[reference.rref] = value
-            self.world.ledger.forks[reference.fork] = ForkStory(reference.fork, value, self.rank, self.rank, None)
+            self.world.ledger.forks[reference.fork] = ForkStory(value, self.rank, self.rank, None)
         self.calls.append(call)
         return call
 
@@ -164,7 +163,7 @@ class Worker:
 
     def receive(self, letter: Letter) -> None:
         things = [self._arrive(fork, letter.source) for fork in letter.forks]
-        call: Call = letter.call
+        call = letter.call
         if letter.kind == "calls":
             self._receive_call(call, things)
         elif not call.open:
@@ -199,7 +198,7 @@ class Worker:
             checks.made(self, value)
             if chance.random() < 0.2:
                 self.held.append(value)
-        if chance.random() < 0.3:
+        if chance.random() < 0.6:
             # The program gets them before they are counted, as those in answers.
             program.got(self, things)
             things = []
@@ -218,7 +217,7 @@ class Worker:
         self._answer(task.call)
         self.tasks.remove(task)
         for thing in task.arguments:
-            if self.world.chance.random() < 0.5:
+            if self.world.chance.random() < 0.3:
                 self.held.append(thing)
             else:
                 self.drop(thing)
@@ -229,7 +228,7 @@ class Worker:
         if to in self.state.dead:
             return
         things = self.passable()
-        chosen = chance.sample(things, min(len(things), chance.choice((0, 0, 1, 2))))
+        chosen = chance.sample(things, min(len(things), chance.choice((0, 0, 0, 1))))
         forks = [self.fork(thing, to, call.connection) for thing in chosen]
         if call.connection is None or self.rank not in call.connection.heard:
             self.world.network.send(Letter("answers", call, forks, self.rank, to, call.connection))
@@ -264,7 +263,7 @@ class Worker:
                 elif happening is Happening.SETTLED:
                     self._wake()
                 elif happening is Happening.BROKEN:
-                    subject.cell = "broken"
+                    subject.cell = BROKEN
                     checks.broken(self, subject)
 
     def _wake(self) -> None:

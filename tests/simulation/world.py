@@ -60,7 +60,7 @@ class World:
         for index in range(weather.partitions):
             self._plan_partition(seconds, divorce=index < weather.divorces)
         for _ in range(weather.crashes):
-            clock.after(chance.uniform(0.0, seconds), self._crash, chance.choice((0, 30)))
+            clock.after(chance.uniform(0.0, seconds), self._crash, chance.choice((0, 100)))
         clock.after(seconds, self._quiet)
         self._run_dry()
         checks.calm(self)
@@ -109,9 +109,9 @@ class World:
         if len(live) < 2:
             return
         # The worst moment is when it has just passed on what the owner does not count yet. Wait for it for a while.
-        risky = [worker for worker in live if worker.passes_on_uncounted()]
+        risky = [worker for worker in live if self.network.passes_on_early(worker.rank)]
         if patience and not risky:
-            self.clock.after(0.02, self._crash, patience - 1)
+            self.clock.after(0.01, self._crash, patience - 1)
             return
         worker = self.chance.choice(risky or live)
         self.say("%d crashes", worker.rank)

@@ -472,8 +472,10 @@ def test_the_child_of_a_dead_parent_may_come_too_late(job: Job) -> None:
     job.kill(BOB, OWNER, ANN)
     job.exchange(OWNER, ANN)
     third = as_user(job[EVE].arrive(fork, BOB))
-    job.exchange(OWNER, EVE)
-    assert third.state is User.VOID
+    fourth = as_user(job.send(third, EVE, ANN))
+    job.exchange(OWNER, ANN, EVE)
+    assert third.state is fourth.state is User.VOID
+    assert not job[EVE].passed, "it need not hold its own for one that is refused"
 
 
 @pytest.mark.parametrize("counted", [False, True])

@@ -32,9 +32,7 @@ class ProfiledCreation:
 class CreationCall(FutureCall):
     """``keep`` is what has to live until the call has ended."""
 
-    quick = True
-
-    __slots__ = ("_done", "_error", "_future", "_lock", "_profile", "_space", "keep", "subject")
+    __slots__ = ("_done", "_error", "_future", "_lock", "_profile", "_space", "keep", "quick", "subject")
 
     def __init__(
         self,
@@ -45,6 +43,8 @@ class CreationCall(FutureCall):
         profile: ProfiledCreation | None,
     ) -> None:
         super().__init__(timeout)
+        # A value of this worker may be freed with the call, and its finaliser is the user's.
+        self.quick = isinstance(subject, UserReference)
         self.subject = subject
         self.keep = keep
         self._space = space

@@ -99,6 +99,14 @@ def was_sent(error: BaseException) -> bool:
     return not isinstance(error, InjectedFaultError | UsageError) and not hasattr(error, "unsent")
 
 
+def _finish(pair: list[Any]) -> None:
+    # Who read the answer still has the list, and must not be the last one to have what is a user's in the call: a
+    # finaliser that makes a call would wait for the one that reads.
+    call, frame = pair
+    pair.clear()
+    call.finish(frame, None)
+
+
 class Link:
     """See the module's rules."""
 
@@ -342,8 +350,9 @@ class Link:
                 # Also of an answer that nobody waits for any more: what came with it is dropped, not lost.
                 self._on_forks(self.rank, frame)
         with self._lock:
-            answered = [(self._calls.answer(frame.call_id), frame) for frame in frames if frame.kind != NOTICE]
-        for call, frame in answered:
+            answered: list[list[Any]] = [[self._calls.answer(f.call_id), f] for f in frames if f.kind != NOTICE]
+        for pair in answered:
+            call, frame = pair
             if call is None:
                 continue  # too late; its buffers go back when the frame is collected
             if isinstance(call, SyncCall):
@@ -352,7 +361,8 @@ class Link:
             elif call.quick:
                 call.finish(frame, None)
             else:
-                run(call.finish, frame, None)
+                call = None
+                run(_finish, pair)
 
     def _hand_over(self) -> None:
         """Whoever read is done: the next caller, the loop, or nobody reads from now on."""

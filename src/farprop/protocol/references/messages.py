@@ -41,8 +41,8 @@ class Operation(NamedTuple):
     rref: GlobalId
     fork: GlobalId
     flag: bool = False
-    """Of REGISTER: ``Fork.exists``. Of ACCEPT, DELETE and FORGO: there may be orphans, forks of a value that was still to
-    be made which nobody holds, because of a death between them and this one."""
+    """Of REGISTER: ``Fork.exists``. Of ACCEPT, DELETE and FORGO: there may be orphans, which are forks that were passed
+    on before the value was made and that nobody holds any more, because of a death."""
 
 
 class Batch(NamedTuple):

@@ -21,7 +21,7 @@ class User(_Named):
     ARRIVED = "came in a message from another user; the owner does not count it yet"
     CONFIRMED = "the owner counts it"
     DOUBTFUL = "remote() got no answer: the owner may count it or not"
-    VOID = "of no use: never made, or its owner died"
+    VOID = "of no use: its value was never made or is lost, or the message that brought it was given up"
     CREATING_DROPPED = "dropped before the owner answered remote()"
     ARRIVED_DROPPED = "dropped before the owner counted it"
     DROPPED = "dropped; kept for those it was passed to until they are counted"
@@ -94,7 +94,7 @@ VALUE_TABLE: dict[tuple[Value, ValueEvent], Value] = {
     (Value.FREED, ValueEvent.CALL_CAME): Value.MADE,
 }
 
-# States in which the owner counts the reference or may do so, so that it has to be told when it ends.
+# States in which an answer of the owner will say whether it counts the reference.
 UNCONFIRMED = frozenset({User.CREATING, User.ARRIVED, User.CREATING_DROPPED, User.ARRIVED_DROPPED})
 USABLE = frozenset({User.CREATING, User.ARRIVED, User.CONFIRMED})
 

@@ -1,0 +1,61 @@
+"""``python -m farprop.protocol.references.diagram``: draw the tables of ``states`` into ``docs/references.md``."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from farprop.protocol.references.states import USER_TABLE, VALUE_TABLE, User, UserEvent, Value, ValueEvent
+
+PAGE = Path(__file__).parents[4] / "docs" / "references.md"
+BEGIN = "<!-- Made by python -m farprop.protocol.references.diagram from states.py: change that, not this. -->"
+END = "<!-- End of what is made. -->"
+
+_State = TypeVar("_State", bound=enum.Enum)
+_Event = TypeVar("_Event", bound=enum.Enum)
+
+
+def updated(page: str) -> str:
+    """The page with the diagrams as they are now."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page has no place for the diagrams: {BEGIN!r} and {END!r} mark it")
+    return f"{before}{BEGIN}\n\n{_diagrams()}\n{END}{after}"
+
+
+def _diagrams() -> str:
+    parts = [
+        "### A reference at its user\n",
+        _draw(USER_TABLE, (User.CREATING, User.ARRIVED, User.CONFIRMED)),
+        _explain("state", User),
+        _explain("event", UserEvent),
+        "### A value at its owner\n",
+        _draw(VALUE_TABLE, (Value.AWAITED, Value.FREED)),
+        _explain("state", Value),
+        _explain("event", ValueEvent),
+    ]
+    return "\n".join(parts)
+
+
+def _draw(table: Mapping[tuple[_State, _Event], _State], first: Iterable[_State]) -> str:
+    """``first`` are the states that a reference or value can start in. One that leads nowhere is an end."""
+    arrows: dict[tuple[str, str], list[str]] = {}
+    for (state, event), following in table.items():
+        arrows.setdefault((state.name, following.name), []).append(event.name)
+    ends = [state.name for state in dict.fromkeys(table.values()) if not any(start is state for start, _ in table)]
+    lines = [f"[*] --> {state.name}" for state in first]
+    lines += [f"{source} --> {target}: {', '.join(events)}" for (source, target), events in arrows.items()]
+    lines += [f"{state} --> [*]" for state in ends]
+    return "```mermaid\nstateDiagram-v2\n" + "".join(f"    {line}\n" for line in lines) + "```\n"
+
+
+def _explain(what: str, names: Iterable[enum.Enum]) -> str:
+    rows = "".join(f"| {name.name} | {name.value} |\n" for name in names)
+    return f"| {what} | meaning |\n| --- | --- |\n{rows}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(updated(PAGE.read_text()))

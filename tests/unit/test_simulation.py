@@ -1,0 +1,126 @@
+"""Simulated jobs keep the protocol's promises, and the simulator notices when the protocol does not."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from farprop.protocol.references import diagram
+from tests.simulation.checks import Violation
+from tests.simulation.flaws import FLAWS, planted
+from tests.simulation.report import Report, replay, run_all
+from tests.simulation.world import Outcome, World, run
+
+ROOT = Path(__file__).parents[2]
+SEEDS = 300
+LIMIT = 2000  # seeds within which a flaw has to be found
+
+
+def test_healthy() -> None:
+    failed = [replay(outcome, None) for outcome in run_all(range(SEEDS), jobs=1, flaw=None) if outcome.failure]
+    assert failed == []
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_every_flaw_is_found(flaw: str) -> None:
+    found = next((outcome for outcome in run_all(range(LIMIT), jobs=1, flaw=flaw) if outcome.failure), None)
+    assert found is not None, f"{LIMIT} seeds, and nothing wrong with {FLAWS[flaw].replacement.__doc__}"
+    healthy = run(found.seed)
+    assert healthy.failure is None, "without the flaw, nothing is wrong with that seed"
+
+
+def test_flaws_are_planted_only_for_a_while() -> None:
+    flaw = FLAWS["children-not-held"]
+    before = getattr(flaw.owner, flaw.method)
+    with pytest.raises(ZeroDivisionError), planted("children-not-held"):
+        assert getattr(flaw.owner, flaw.method) is flaw.replacement
+        raise ZeroDivisionError
+    assert getattr(flaw.owner, flaw.method) is before
+
+
+def test_the_runs_have_everything_in_them() -> None:
+    report = Report()
+    for outcome in run_all(range(100), jobs=1, flaw=None):
+        report.add(outcome)
+    counts = report.counts
+    for name in ("calls", "answers", "batches", "replies", "REGISTER", "ACCEPT", "DELETE", "FORGO", "REVOKE", "RECALL"):
+        assert counts[name] > 20, name
+    for fault in ("lost messages", "doubled messages", "timeouts", "unsent messages", "broken connections"):
+        assert 10 < report.runs_with[fault] < 100, fault
+    for fault in ("partitions", "divorces", "crashes"):
+        assert 5 < report.runs_with[fault] < 100, fault
+    assert {len(World(seed, tracing=False).workers) for seed in range(100)} == {2, 3, 4, 5}
+
+
+def test_a_seed_is_always_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also in another process, where sets and dictionaries of names have another order."""
+    run(3, tracing=True)
+    trace = capsys.readouterr().out
+    assert len(trace.splitlines()) > 100
+    run(3, tracing=True)
+    assert capsys.readouterr().out == trace
+    for hash_seed in ("1", "2"):
+        done = _command("--seed", "3", PYTHONHASHSEED=hash_seed)
+        assert done.returncode == 0
+        assert done.stdout == trace + "all is well\n"
+
+
+def test_a_failing_seed_prints_the_line_that_replays_it() -> None:
+    done = _command("--seeds", "60", "--jobs", "2", "--flaw", "children-not-held")
+    assert done.returncode == 1
+    line = done.stdout.splitlines()[0]
+    match = re.fullmatch(r"python -m tests\.simulation (--seed \d+ --flaw children-not-held)  # (.+)", line)
+    assert match, line
+    again = _command(*match[1].split())
+    assert again.returncode == 1
+    *trace, last = again.stdout.splitlines()
+    assert last == match[2]
+    assert any("drops reference" in event for event in trace)
+    summary = done.stdout.splitlines()[-12:]
+    failed = sum(outcome.failure is not None for outcome in run_all(range(60), jobs=1, flaw="children-not-held"))
+    assert re.fullmatch(rf"60 seeds, [\d,]+ steps, \d+ s: {failed} failed", summary[0])
+
+
+def test_report() -> None:
+    report = Report()
+    report.add(Outcome(1, None, Counter(steps=1000, calls=5, crashes=2)))
+    report.add(Outcome(2, "something", Counter(steps=500, crashes=1, REVOKE=7)))
+    report.add(Outcome(3, None, Counter(steps=1)))
+    text = report.text(12.3)
+    assert "3 seeds, 1,501 steps, 12 s: 1 failed" in text
+    assert "5 calls" in text
+    assert "7 REVOKE" in text
+    assert re.search(r"crashes +3 +2\n?$", text)
+
+
+def test_whatever_the_machine_raises_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(world: World) -> None:
+        raise KeyError("lost")
+
+    monkeypatch.setattr(World, "run", fail)
+    assert run(1).failure == "KeyError: 'lost'"
+    monkeypatch.undo()
+    monkeypatch.setattr("tests.simulation.checks.empty", lambda world: (_ for _ in ()).throw(Violation("left")))
+    assert run(1).failure == "Violation: left"
+
+
+def test_the_diagrams_in_the_docs_are_current() -> None:
+    page = (ROOT / "docs" / "references.md").read_text()
+    assert diagram.updated(page) == page, "run python -m farprop.protocol.references.diagram"
+
+
+def _command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tests.simulation", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
