@@ -266,3 +266,8 @@ def awaited_broken_by_any_death(self: References, peer: int) -> None:
     for value in self.owned.values():
         value.accepts = {fork: parent for fork, parent in value.accepts.items() if parent != peer}
     _HEALTHY["died"](self, peer)
+
+
+@flaw(References, "_leaves_orphans")
+def orphans_forgotten(self: References, fork: GlobalId) -> None:
+    """Nobody tells the owner that there may be forks which a death has cut off."""

@@ -30,7 +30,7 @@ def draw(chance: random.Random) -> Weather:
         loss=chance.choice((0.0, 0.1, 0.4)),
         duplication=chance.choice((0.0, 0.1, 0.4)),
         slow=chance.choice((0.0, 0.1, 0.5)),
-        late=chance.choice((0.0, 0.8)),
+        late=chance.choice((0.0, 0.7)),
         timeouts=chance.choice((0.0, 0.1, 0.3)),
         unsent=chance.choice((0.0, 0.0, 0.1)),
         breaks=chance.choice((0, 0, 2, 6)),

@@ -60,7 +60,7 @@ class World:
         for index in range(weather.partitions):
             self._plan_partition(seconds, divorce=index < weather.divorces)
         for _ in range(weather.crashes):
-            clock.after(chance.uniform(0.0, seconds), self._crash, chance.choice((0, 100)))
+            clock.after(chance.uniform(0.0, seconds), self._crash, chance.choice((0, 100, 100)))
         clock.after(seconds, self._quiet)
         self._run_dry()
         checks.calm(self)

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from farprop.errors import UsageError
+from farprop.errors import FarpropError, UsageError
 from farprop.ids import WorkerInfo
 from farprop.protocol.quiescence import Quiescence, Report
 from farprop.protocol.references.records import UserReference
@@ -240,7 +240,7 @@ def _remote(
     call = agent.create(to, func, args, kwargs, timeout, call_site(), profile, keep)
     subject = call.subject
     item = agent.references.hold(subject) if isinstance(subject, UserReference) else subject
-    return RRef._of(item, to, call)
+    return RRef._of(item, agent.references, to, call)
 
 
 def get_rpc_timeout() -> float:
@@ -321,7 +321,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         if graceful:
             if getattr(agent, "is_static_group", True):
                 _wait_all_workers(timeout)
-                _wait_for_own_work(agent, timeout)  # which may still use references
+                _let_work_end(agent, timeout)  # which may still use references
                 _delete_all_user_and_unforked_owner_rrefs()
                 _wait_for_all_work(agent, timeout)
                 _report_leaks(agent)
@@ -361,6 +361,14 @@ def _wait_for_all_work(agent: Agent, timeout: float) -> None:
         report = Report(agent.requests_sent, agent.idle)
         if machine.round(_gather(report, None, left, SYSTEM)):
             return
+
+
+def _let_work_end(agent: Agent, timeout: float) -> None:
+    """As ``_wait_for_all_work``, but if a worker is gone, what is left to do is done without it."""
+    try:
+        _wait_for_all_work(agent, timeout)
+    except FarpropError as error:
+        _log.warning("not all work of the job has ended at shutdown: %s", error)
 
 
 def _wait_for_own_work(agent: Agent, timeout: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,8 @@ import torch
 
 from farprop.ids import GlobalId
 from farprop.runtime.current import current_agent
+
+_MOST_LOOKED_AT = 500  # objects in one value; deep lists must not end in a RecursionError
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def live_references() -> list[LiveReference]:
     me = agent.get_worker_info().name
     users, owned = agent.references.snapshot()
     found = []
-    for value in owned:
+    for value, holders in owned:
         cell = value.cell
         has = cell is not None and cell.done and cell.error is None
         found.append(
@@ -60,7 +61,7 @@ def live_references() -> list[LiveReference]:
                 state=value.state.name.lower(),
                 type=type(cell.value).__name__ if has else "",
                 nbytes=size_of(cell.value) if has else 0,
-                holders=tuple(sorted(agent.name_of_rank(rank) for rank in value.forks.values())),
+                holders=tuple(sorted(map(agent.name_of_rank, holders))),
                 made_by=cell.maker.decode() if cell is not None else "",
                 created_at=cell.site.decode() if cell is not None else "",
                 seconds=time.time() - cell.created if cell is not None else 0.0,
@@ -94,12 +95,20 @@ def debug_info() -> dict[str, int | float]:
 
 def size_of(value: Any) -> int:
     """The bytes of the tensors in a value, where they are easily found; else of the object alone."""
+    return _size_of(value, set())
+
+
+def _size_of(value: Any, seen: set[int]) -> int:
+    if id(value) in seen:
+        return 0
+    seen.add(id(value))
     if isinstance(value, torch.Tensor):
         return value.nbytes
     if isinstance(value, torch.nn.Module):
         return sum(tensor.nbytes for tensor in (*value.parameters(), *value.buffers()))
-    if isinstance(value, Mapping):
-        return sys.getsizeof(value) + sum(map(size_of, value.values()))
-    if isinstance(value, Iterable) and isinstance(value, list | tuple | set | frozenset):
-        return sys.getsizeof(value) + sum(map(size_of, value))
-    return sys.getsizeof(value)
+    inside: list[Any] = []
+    if isinstance(value, dict):
+        inside = list(value.values())
+    elif isinstance(value, list | tuple | set | frozenset):
+        inside = list(value)
+    return sys.getsizeof(value) + (sum(_size_of(item, seen) for item in inside) if len(seen) < _MOST_LOOKED_AT else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -22,7 +23,7 @@ from farprop.runtime.creation import CreationCall
 from farprop.runtime.current import current_agent
 from farprop.runtime.futures import Future
 from farprop.runtime.links import timeout_error
-from farprop.runtime.references import Held, describe
+from farprop.runtime.references import Held, ReferenceSpace, describe
 from farprop.wire.codec import arrival
 
 T = TypeVar("T")
@@ -46,7 +47,7 @@ class RRef(Generic[T]):
     it is left on any worker.
     """
 
-    __slots__ = ("__weakref__", "_creation", "_held", "_own", "_owner_name", "_type")
+    __slots__ = ("__weakref__", "_creation", "_held", "_own", "_owner_name", "_space", "_type")
 
     _own: OwnedValue | None
     _held: Held | None
@@ -55,15 +56,19 @@ class RRef(Generic[T]):
         agent = current_agent()
         cell = Cell(site=call_site().encode())
         cell.fill(value)
-        self._own = agent.references.own(cell)
+        self._space = agent.references
+        self._own = self._space.own(cell)
         self._held = None
         self._creation: CreationCall | None = None
         self._type: Any = None
         self._owner_name = agent.get_worker_info().name
 
     @classmethod
-    def _of(cls, item: Held | OwnedValue, owner_name: str, creation: CreationCall | None = None) -> RRef[Any]:
+    def _of(
+        cls, item: Held | OwnedValue, space: ReferenceSpace, owner_name: str, creation: CreationCall | None = None
+    ) -> RRef[Any]:
         rref: RRef[Any] = cls.__new__(cls)
+        rref._space = space
         rref._own, rref._held = (item, None) if isinstance(item, OwnedValue) else (None, item)
         rref._creation = creation
         rref._type = None
@@ -105,23 +110,39 @@ class RRef(Generic[T]):
         if self._own is not None:
             return self._value_here(timeout)
         record = self._record
-        agent = current_agent() if record.state is User.CONFIRMED else self._checked_agent("to_here() on it")
+        agent = self._checked_agent("to_here() on it")
         rref = record.rref
         args = (rref.created_on, rref.local_id, record.exists)
+        began = time.monotonic()
         try:
             return agent.call_sync(self._owner_name, owner_calls.fetch, args, {}, timeout)  # type: ignore[no-any-return]
         except ReferenceLostError:
             raise
         except ConnectionLostError:
-            agent.look_now(record.owner)
-            self._checked_agent("to_here() on it")
+            self._look_after_owner("to_here() on it", timeout, began)
         # The owner lives and only the connection was lost. Fetching twice does no harm.
-        return agent.call_sync(self._owner_name, owner_calls.fetch, args, {}, timeout)  # type: ignore[no-any-return]
+        left = self._time_left(timeout, began)
+        return agent.call_sync(self._owner_name, owner_calls.fetch, args, {}, left)  # type: ignore[no-any-return]
+
+    def _look_after_owner(self, use: str, timeout: float, began: float) -> None:
+        """The connection to the owner was lost during a call: raise if the value is lost with it."""
+        current_agent().look_now(self._record.owner, self._time_left(timeout, began))
+        self._checked_agent(use)
+
+    def _time_left(self, timeout: float, began: float) -> float:
+        seconds = current_agent().rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
+        left = began + seconds - time.monotonic()
+        if seconds and left <= 0:
+            raise timeout_error(self._owner_name, seconds)
+        return left if seconds else 0.0
 
     def _checked_agent(self, use: str) -> Agent:
         assert self._held is not None
         self._held.check(use)
-        return current_agent()
+        agent = current_agent()
+        if agent.references is not self._space:
+            raise UsageError(f"{self} is of an earlier init_rpc, and can't be used after it.")
+        return agent
 
     def _value_here(self, timeout: float) -> T:
         assert self._own is not None
@@ -225,11 +246,12 @@ class RRef(Generic[T]):
     def _source(self, use: str) -> UserReference | OwnedValue:
         """What the protocol forks when this travels; raises if it can't be used."""
         if self._own is None:
-            assert self._held is not None
-            self._held.check(use)
-            return self._held.record
+            self._checked_agent(use)
+            return self._record
         if self._own.cell.broken_off:
             self._own.cell.get()  # raises
+        if current_agent().references is not self._space:
+            raise UsageError(f"{self} is of an earlier init_rpc. Make a new one: RRef(old.local_value()).")
         return self._own
 
     def _reduce_for_call(self, pickler: Any) -> tuple[Any, ...]:
@@ -249,4 +271,4 @@ def _arrived(place: int) -> RRef[Any]:
         return item  # through a pickler of the user's
     agent = current_agent()
     owner = agent.get_worker_info().id if isinstance(item, OwnedValue) else item.record.owner
-    return RRef._of(item, agent.get_worker_info(owner).name)
+    return RRef._of(item, agent.references, agent.get_worker_info(owner).name)

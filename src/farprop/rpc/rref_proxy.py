@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from farprop.errors import ConnectionLostError, ReferenceLostError
 from farprop.runtime import owner_calls
 from farprop.runtime.cells import Later
 
@@ -63,7 +65,15 @@ def _sync(rref: RRef[Any], timeout: float, method: str, *args: Any, **kwargs: An
     from farprop.rpc import api
 
     function, all_args = _call(rref, method, args, kwargs)
-    return api.rpc_sync(rref.owner_name(), function, all_args, timeout=timeout)
+    began = time.monotonic()
+    try:
+        return api.rpc_sync(rref.owner_name(), function, all_args, timeout=timeout)
+    except ReferenceLostError:
+        raise
+    except ConnectionLostError:
+        if not rref.is_owner():
+            rref._look_after_owner(f"{method}() on it", timeout, began)
+        raise
 
 
 def _async(rref: RRef[Any], timeout: float, method: str, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:

@@ -21,6 +21,7 @@ from farprop.errors import (
     AuthenticationError,
     ConnectionLostError,
     InjectedFaultError,
+    RpcTimeoutError,
     UsageError,
 )
 from farprop.ids import WorkerInfo
@@ -30,7 +31,7 @@ from farprop.protocol.roster import Entry
 from farprop.runtime import rendezvous
 from farprop.runtime.cells import Cell
 from farprop.runtime.creation import CreationCall, ProfiledCreation
-from farprop.runtime.dialling import Dialling
+from farprop.runtime.dialling import Dialling, SomebodyElse
 from farprop.runtime.group import Group
 from farprop.runtime.links import FutureCall, Link, timeout_error, was_sent
 from farprop.runtime.loop import Blocked, Loop
@@ -97,7 +98,7 @@ class Agent:
         self._loop = Loop(name, options.num_worker_threads)
         self.references = ReferenceSpace(rank, name, self)
         self._loop.home = self.references
-        self._survival = Survival(self.link, self._on_death, self._loop.submit, self._loop.set_alarm)
+        self._survival = Survival(self._probe, self._on_death, self._loop.submit, self._loop.set_alarm)
         self._server = Server(
             self._loop,
             name,
@@ -221,6 +222,9 @@ class Agent:
         if self._closed:
             raise UsageError("RPC has been shut down on this worker.")
         entry = self._group.find(name)
+        if entry is not None and self.references.instance_of(entry.rank) not in (None, entry.instance):
+            self._group.refresh()  # another has taken its place, and we have met it already
+            entry = self._group.find(name)
         if entry is None:
             raise UsageError(f"{self._info.name} could not find destination {name!r}.")
         if self.references.is_dead(entry.rank, entry.instance):
@@ -328,12 +332,10 @@ class Agent:
 
     def _after_failed_send(self, link: Link, forks: list[Fork], error: BaseException) -> None:
         """Those references that were never sent come back. If they may have been, the protocol asks after them."""
-        if not forks:
-            return
-        if isinstance(error, Exception) and not was_sent(error):
+        if not was_sent(error):
             self.references.not_sent(forks)
-        elif isinstance(error, ConnectionLostError):
-            self.references.route_lost(link, link.rank)
+        elif not isinstance(error, RpcTimeoutError):  # after a timeout it is on its way, if late
+            self.references.doubted(forks)
 
     def call_profiled(
         self,
@@ -384,22 +386,23 @@ class Agent:
         else:
             subject = space.create(link.rank, site)
             creation = Fork(link.rank, subject.rref, subject.fork, exists=False)
-        noted = None if profile is None else ProfiledCreation(*profile, self._info.id)
-        call = CreationCall(timeout, space, subject, keep, noted)
+        forks: list[Fork] = []
+        sending = False
         try:
+            noted = None if profile is None else ProfiledCreation(*profile, self._info.id)
+            call = CreationCall(timeout, space, subject, keep, noted)
             encoded, forks = space.depart(encoded, link.rank, link, creation, site)
-        except BaseException as error:
-            call.unsent(error)
-            raise
-        try:
+            sending = True
             link.call_async(flags, name or b"", encoded, call)
         except (ConnectionLostError, InjectedFaultError) as error:
-            # The reference exists and says so; the program may never use it.
             self._after_failed_send(link, forks, error)
-            call.fail(error)
+            if not sending:  # it is the error of one of the arguments
+                space.abandon(subject, sent=False)
+                raise
+            call.fail(error)  # the reference exists and says so; the program may never use it
         except BaseException as error:
             self._after_failed_send(link, forks, error)
-            call.unsent(error)
+            space.abandon(subject, sent=sending and was_sent(error))
             raise
         return call
 
@@ -423,7 +426,7 @@ class Agent:
     # What the references need
 
     def send_batch(self, rank: int, number: int, operations: bytes, call: FutureCall) -> None:
-        encoded = encode_call(None, (self._info.id, number, operations), {})
+        encoded = encode_call(None, (self._info.id, self._instance, number, operations), {})
         self.link(rank, call.timeout).call_async(SYSTEM, OPERATE, encoded, call)
 
     def submit(self, function: Callable[..., None], *args: Any) -> None:
@@ -436,13 +439,23 @@ class Agent:
         self._loop.nudge(when)
 
     def look_after(self, rank: int) -> None:
-        if not self._closed and self.references.concerned_with(rank):
+        if not self._closed and rank != self._info.id and self.references.concerned_with(rank):
             self._survival.suspect(rank)
 
-    def look_now(self, rank: int) -> None:
-        """Find out now whether a worker lives, on this thread."""
-        with self._loop.blocked():
-            self._survival.look_now(rank)
+    def look_now(self, rank: int, seconds: float) -> None:
+        """Find out now whether a worker lives, on this thread, within ``seconds`` (0: as long as dialling may take)."""
+        self._survival.look_now(rank, seconds)
+
+    def _probe(self, rank: int, timeout: float = 0.0) -> None:
+        """Dial a worker, unless there is a connection. Raises if it can't be, and says so if it is surely gone."""
+        if self._closed:
+            raise UsageError("RPC has been shut down on this worker.")
+        self._group.refresh()
+        entry = self._group.find(rank)
+        known = self.references.instance_of(rank)
+        if entry is None or (known is not None and entry.instance != known):
+            raise SomebodyElse(f"{self.name_of_rank(rank)} has left the group")
+        self.link(entry.name, timeout)
 
     def blocked(self) -> Blocked:
         """``with agent.blocked():`` around a wait in a called function, so that its thread counts as free."""

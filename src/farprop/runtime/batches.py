@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from farprop.errors import FarpropError
 from farprop.protocol.references.messages import Batch, Reply, pack_operations
 from farprop.runtime.links import FutureCall
 from farprop.wire.codec import decode_value
@@ -96,7 +95,11 @@ class Batches:
             if peer in self._sending or peer in self._retries or self._closed:
                 return  # what is to be said goes with the next one
             self._sending.add(peer)
-        self._courier.submit(self._transmit, peer)
+        try:
+            self._courier.submit(self._transmit, peer)
+        except BaseException:
+            self._sending.discard(peer)
+            raise
 
     def _transmit(self, peer: int) -> None:
         batch = self._outgoing(peer)
@@ -109,7 +112,7 @@ class Batches:
         try:
             operations = pack_operations(batch.operations)
             self._courier.send_batch(peer, batch.number, operations, _BatchCall(self, peer, batch.number))
-        except FarpropError as error:
+        except Exception as error:
             _log.info("can't send operations on references to worker %d: %s", peer, error)
             self.unanswered(peer)
 

@@ -50,12 +50,17 @@ class Cell:
 
     def break_off(self, error: BaseException) -> None:
         """As ``fail``, also if a value has come meanwhile: for its caller, the call that should make it is over."""
+        value = None
         with self._lock:
             self.broken_off = True
-            if self.done:
-                self.value, self.error, self._traceback = None, error, None
-                return
-        self._finish(None, error)
+            done = self.done
+            if done:
+                # Kept until the lock is free: its finaliser is the user's.
+                value, self.value = self.value, None
+                self.error, self._traceback = error, None
+        del value
+        if not done:
+            self._finish(None, error)
 
     def _finish(self, value: Any, error: BaseException | None) -> None:
         with self._lock:
@@ -90,9 +95,10 @@ class Cell:
 
     def get(self) -> Any:
         """The value; raises the exception. Only when it is done."""
+        value = self.value  # before the look at the error: it may be broken off meanwhile
         if self.error is not None:
             raise renewed(self.error).with_traceback(self._traceback)  # else it would grow with every raise
-        return self.value
+        return value
 
 
 class Later:

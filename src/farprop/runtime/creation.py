@@ -72,13 +72,6 @@ class CreationCall(FutureCall):
     def fail(self, error: Exception) -> None:
         self._end(error, lambda record: self._space.creation_failed(record, error))
 
-    def unsent(self, error: BaseException) -> None:
-        """It was never sent, and the program gets ``error`` instead of a reference."""
-        if isinstance(self.subject, UserReference):
-            self._space.creation_unsent(self.subject)
-        else:
-            self._space.own_call_ended(self.subject)
-
     def _end(self, error: Exception | None, tell: Callable[[UserReference], None]) -> None:
         subject = self.subject
         if isinstance(subject, UserReference):

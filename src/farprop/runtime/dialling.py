@@ -17,6 +17,10 @@ class SomebodyElse(ConnectionLostError):
     """The worker's address belongs to another process now."""
 
 
+class Unresponsive(ConnectionLostError):
+    """The worker accepts connections and does not answer: it is stopped, or very busy."""
+
+
 class Dialling:
     """Who we are, when we dial and when we are dialled."""
 
@@ -34,8 +38,7 @@ class Dialling:
         try:
             return sockets.dial(entry, self.net, self.unix_allowed, deadline, partial(self._prove, entry))
         except ConnectionLostError as error:
-            kind = SomebodyElse if isinstance(error, SomebodyElse) else ConnectionLostError
-            raise kind(
+            raise type(error)(
                 f"Can't reach {entry.name} ({entry.host}, pid {entry.pid}): {error}. It has shut down or died, or the "
                 "network is cut."
             ) from error
@@ -44,7 +47,10 @@ class Dialling:
         machine = Dialler(self._key, self._identity, secrets.token_bytes(32))
         sock.sendall(machine.start())
         while machine.state != READY:
-            data = sock.recv(512)
+            try:
+                data = sock.recv(512)
+            except TimeoutError as error:
+                raise Unresponsive("it accepts connections, and does not answer") from error
             if not data and not machine.peer_identity:
                 raise ConnectionLostError("it closed the connection before it said who it is")
             if not data:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from typing import Any
 
@@ -12,6 +13,8 @@ from farprop.errors import AuthenticationError, ProtocolError, UsageError
 from farprop.ids import WorkerInfo
 from farprop.protocol.roster import Entry
 from farprop.runtime import rendezvous
+
+_log = logging.getLogger("farprop.agent")
 
 _JOIN_SECONDS = 20.0
 
@@ -59,16 +62,23 @@ class Group:
             self.joined.wait(_JOIN_SECONDS)
             found = self.find(worker)
         if found is None and not self.is_static:
-            self.entries = rendezvous.members(self.store)
+            self.refresh()
             found = self.find(worker)
         if found is None:
             known = ", ".join(sorted(self.entries))
             raise UsageError(f"{self.own.name} could not find destination {worker!r}. Workers of this job: {known}.")
         return WorkerInfo(found.name, found.rank)
 
+    def refresh(self) -> None:
+        """Ask the store who is there, in a group that comes and goes. If the store is gone, we know what we know."""
+        if not self.is_static and self.store is not None:
+            try:
+                self.entries = rendezvous.members(self.store)
+            except RuntimeError as error:
+                _log.info("%s can't ask the store who is there: %s", self.own.name, error)
+
     def infos(self) -> list[WorkerInfo]:
-        if not self.is_static:
-            self.entries = rendezvous.members(self.store)
+        self.refresh()
         return [WorkerInfo(entry.name, entry.rank) for entry in self.entries.values()]
 
     def identify(self, identity: bytes) -> tuple[WorkerInfo, str]:

@@ -102,9 +102,10 @@ def was_sent(error: BaseException) -> bool:
 def _finish(pair: list[Any]) -> None:
     # Who read the answer still has the list, and must not be the last one to have what is a user's in the call: a
     # finaliser that makes a call would wait for the one that reads.
-    call, frame = pair
-    pair.clear()
-    call.finish(frame, None)
+    if pair:
+        call, frame = pair
+        pair.clear()
+        call.finish(frame, None)
 
 
 class Link:
@@ -350,19 +351,35 @@ class Link:
                 # Also of an answer that nobody waits for any more: what came with it is dropped, not lost.
                 self._on_forks(self.rank, frame)
         with self._lock:
-            answered: list[list[Any]] = [[self._calls.answer(f.call_id), f] for f in frames if f.kind != NOTICE]
-        for pair in answered:
-            call, frame = pair
-            if call is None:
-                continue  # too late; its buffers go back when the frame is collected
-            if isinstance(call, SyncCall):
-                call.frame = frame
-                call.ring()
-            elif call.quick:
-                call.finish(frame, None)
-            else:
-                call = None
-                run(_finish, pair)
+            answered: list[list[Any]] = [
+                [self._calls.answer(f.call_id), f] for f in reversed(frames) if f.kind != NOTICE
+            ]
+        try:
+            while answered:
+                self._deliver_one(answered[-1], run)
+                answered.pop()
+        except BaseException:
+            # Ctrl-C: the others' answers are in no table any more, and must not get lost.
+            for pair in answered:
+                self._loop.submit(self._deliver_one, pair, self._loop.submit)
+            raise
+
+    def _deliver_one(self, pair: list[Any], run: Callable[..., None]) -> None:
+        """Delivering it twice does no harm, not delivering it would."""
+        if not pair:
+            return
+        call, frame = pair
+        if call is None:
+            if frame.arrivals is not None:
+                run(pair.clear)  # too late; what came with it may be the last to hold a user's value
+        elif isinstance(call, SyncCall):
+            call.frame = frame
+            call.ring()
+        elif call.quick:
+            call.finish(frame, None)
+        else:
+            call = frame = None
+            run(_finish, pair)
 
     def _hand_over(self) -> None:
         """Whoever read is done: the next caller, the loop, or nobody reads from now on."""

@@ -46,7 +46,7 @@ def types_of(kind: int, flags: int, name: bytes, encoded: Encoded) -> tuple[froz
     if kind == FAILURE:
         return frozenset({"EXCEPTION"}), 0
     if name == OPERATE:
-        (_, number, operations), _ = decode_call(encoded.meta, encoded.buffers, encoded.flags)
+        (_, _, number, operations), _ = decode_call(encoded.meta, encoded.buffers, encoded.flags)
         return frozenset(_OPERATIONS[operation.kind] for operation in unpack_operations(operations)), number
     if flags & SYSTEM:
         return frozenset(), 0

@@ -24,9 +24,9 @@ def _when_done(cell: Cell, then: Callable[[], Any]) -> Any:
     return then() if cell.done else Later(cell.when_done, then)
 
 
-def operate(sender: int, number: int, operations: bytes) -> bytes:
+def operate(sender: int, instance: str, number: int, operations: bytes) -> bytes:
     """Do a batch of operations on references."""
-    return _space().operate(sender, number, operations)
+    return _space().operate(sender, instance, number, operations)
 
 
 def fetch(created_on: int, local_id: int, exists: bool) -> Any:

@@ -17,7 +17,15 @@ from typing import Any, TypeVar
 from farprop.errors import ConnectionLostError, FarpropError, ProtocolError, ReferenceLostError, UsageError, renewed
 from farprop.ids import GlobalId
 from farprop.protocol.references.machine import References
-from farprop.protocol.references.messages import Batch, Fork, Reply, pack_forks, unpack_forks, unpack_operations
+from farprop.protocol.references.messages import (
+    Batch,
+    Fork,
+    Kind,
+    Reply,
+    pack_forks,
+    unpack_forks,
+    unpack_operations,
+)
 from farprop.protocol.references.records import Effect, Happening, OwnedValue, UserReference
 from farprop.protocol.references.states import USABLE, User, Value
 from farprop.runtime.batches import COMPANY_SECONDS, Batches, Courier
@@ -27,6 +35,7 @@ from farprop.wire.codec import Encoded
 from farprop.wire.frames import FORKS, REMOTE, Frame
 
 _DROPPABLE = frozenset({User.CREATING, User.ARRIVED, User.CONFIRMED, User.DOUBTFUL, User.VOID})
+_GIVING_UP = frozenset({Kind.RECALL, Kind.FORGO})
 _R = TypeVar("_R")
 
 
@@ -78,6 +87,9 @@ class ReferenceSpace:
         self._machine = References(me)
         self._batches = Batches(courier, self._outgoing, self._replied)
         self._lock = threading.Lock()
+        self._inside = 0  # the thread that is at the machine
+        self._effects: deque[Effect] = deque()
+        self._freed: deque[OwnedValue] = deque()
         self._drops: deque[UserReference] = deque()
         self._nudged = False
         self._early: dict[GlobalId, Cell] = {}  # values that were asked for before the call that makes them came
@@ -88,36 +100,69 @@ class ReferenceSpace:
     def _do(self, action: Callable[..., _R], *args: Any) -> _R:
         """One step of the machine, and what follows from it."""
         machine = self._machine
-        with self._lock:
+        self._enter()
+        try:
             result = action(*args)
-            effects = machine.effects
-            if not effects:
-                return result
-            machine.effects = []
-        self._perform(effects)
+            if machine.effects:
+                self._effects.extend(machine.effects)
+                machine.effects.clear()
+        finally:
+            self._leave()
+        if self._effects:
+            self._perform()
         return result
 
-    def _perform(self, effects: list[Effect]) -> None:
-        freed = []
-        for happening, subject in effects:
-            if happening is Happening.SEND:
-                self._batches.send(subject)
-            elif happening is Happening.SEND_LATER:
-                self._batches.send_later(subject)
-            elif happening is Happening.BROKEN:
-                with self._lock:
-                    cell = self._cell(subject)
-                cell.fail(self._never_made(subject.rref))
-            elif happening is Happening.FREED:
-                freed.append(subject)
-            elif happening is Happening.SETTLED:
-                self._settle(subject)
-        if freed:
+    def _enter(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            if self._inside == threading.get_ident():
+                raise UsageError(
+                    "A finaliser made a call while its thread was inside farprop. Don't make calls in __del__: note "
+                    "what is to be done, and do it elsewhere."
+                )
+            self._lock.acquire()
+        self._inside = threading.get_ident()
+
+    def _leave(self) -> None:
+        self._inside = 0
+        self._lock.release()
+
+    def _perform(self) -> None:
+        """Do what the machine wants done, whoever asked it. What an interrupt leaves undone waits for the next."""
+        while self._effects:
+            try:
+                effect = self._effects.popleft()
+            except IndexError:
+                return  # another thread was faster
+            try:
+                self._do_effect(effect)
+            except BaseException:
+                self._effects.appendleft(effect)
+                self._courier.nudge(time.monotonic())
+                raise
+
+    def _do_effect(self, effect: Effect) -> None:
+        happening, subject = effect
+        if happening is Happening.SEND:
+            self._batches.send(subject)
+        elif happening is Happening.SEND_LATER:
+            self._batches.send_later(subject)
+        elif happening is Happening.BROKEN:
+            with self._lock:
+                cell = self._cell(subject)
+            cell.fail(self._never_made(subject.rref))
+        elif happening is Happening.SETTLED:
+            self._settle(subject)
+        elif happening is Happening.FREED:
             # What a value's finaliser does is the user's business: it runs on a thread where that may take its time.
-            effects.clear()
-            subject = None
-            self._courier.submit(_let_go, freed)
-            freed = []
+            self._freed.append(subject)
+            self._courier.submit(self._let_go)
+
+    def _let_go(self) -> None:
+        while self._freed:
+            try:
+                self._freed.popleft()
+            except IndexError:
+                return
 
     def _settle(self, record: UserReference) -> None:
         """A reference is confirmed or void: those who waited for that go on."""
@@ -145,12 +190,18 @@ class ReferenceSpace:
         else:
             self._do(self._machine.unsent, record)
 
-    def creation_unsent(self, record: UserReference) -> None:
-        """The program never got the reference, so it is dropped as well."""
+    def abandon(self, subject: UserReference | OwnedValue, sent: bool) -> None:
+        """``remote()`` raises: the program never gets the reference. ``sent``: the call may be out."""
+        if isinstance(subject, OwnedValue):
+            self.own_call_ended(subject)
+            return
 
         def give_up() -> None:
-            self._machine.unsent(record)
-            self._machine.drop(record)
+            if sent:
+                self._machine.unanswered(subject, lost=True)
+            else:
+                self._machine.unsent(subject)
+            self._machine.drop(subject)
 
         self._do(give_up)
 
@@ -206,12 +257,12 @@ class ReferenceSpace:
         if record.state in USABLE:
             return
         owner = self._courier.name_of_rank(record.owner)
-        if record.state is User.DOUBTFUL or (record.state is User.VOID and record.cell.error is not None):
-            raise renewed(record.cell.error)
-        if record.state is not User.VOID:
+        if record.state not in (User.DOUBTFUL, User.VOID):
             raise UsageError(f"{describe(record)} has been deleted. Cannot call {use} after deletion.")
         if record.owner in self._machine.dead:
             raise ReferenceLostError(f"{owner}, which owned {describe(record)}, has died: the value is lost.")
+        if record.cell.error is not None:
+            raise renewed(record.cell.error)
         raise ReferenceLostError(
             f"{describe(record)} is of no use: {owner} does not have the value any more, because a worker that held "
             "it for this one died, or the message that brought it was given up as lost."
@@ -231,14 +282,18 @@ class ReferenceSpace:
         """The message with its references in front. Raises, and sends nothing, if one of them can't be used."""
         sources = [traveller._source("fork an UserRRef") for traveller in encoded.travellers]
         forks = self._do(self._fork_all, sources, to, route)
-        flags = encoded.flags | FORKS
-        if creation is None:
-            head = pack_forks(forks)
-        else:
-            flags |= REMOTE
-            place = site.encode()[:0xFFFF]
-            head = pack_forks([creation, *forks]) + len(place).to_bytes(2, "little") + place
-        return Encoded(head + encoded.meta, encoded.buffers, encoded.keep, flags), forks
+        try:
+            flags = encoded.flags | FORKS
+            if creation is None:
+                head = pack_forks(forks)
+            else:
+                flags |= REMOTE
+                place = site.encode()[:0xFFFF]
+                head = pack_forks([creation, *forks]) + len(place).to_bytes(2, "little") + place
+            return Encoded(head + encoded.meta, encoded.buffers, encoded.keep, flags), forks
+        except BaseException:
+            self.not_sent(forks)
+            raise
 
     def _fork_all(self, sources: Sequence[UserReference | OwnedValue], to: int, route: object) -> list[Fork]:
         return [self._machine.fork(source, to, route) for source in sources]
@@ -246,6 +301,11 @@ class ReferenceSpace:
     def not_sent(self, forks: list[Fork]) -> None:
         if forks:
             self._do(self._machine.undelivered, forks)
+
+    def doubted(self, forks: list[Fork]) -> None:
+        """These may have been sent or not: the receiver is asked."""
+        if forks:
+            self._do(self._machine.doubted, forks)
 
     def route_lost(self, route: object, peer: int) -> None:
         """A connection closed: ask after what was on it, and see whether the worker lives."""
@@ -334,18 +394,36 @@ class ReferenceSpace:
             value = self._machine.find(rref)
             if value is not None:
                 return self._cell(value)
-            if not exists and rref.created_on not in self._machine.dead:
+            if not exists and self._machine.may_come(rref):
                 return self._early.setdefault(rref, Cell())
         raise ReferenceLostError(
-            f"{self._worker} does not have the value of RRef {rref} any more: it was freed, because a worker that held "
-            "it died or was taken for dead."
+            f"{self._worker} does not have the value of RRef {rref}: it was freed because a worker that held it died "
+            "or was taken for dead, or the call that should have made it is lost."
         )
 
     # Batches
 
-    def operate(self, peer: int, number: int, operations: bytes) -> bytes:
+    def operate(self, peer: int, instance: str, number: int, operations: bytes) -> bytes:
         """A batch came from another worker."""
-        return self._do(self._machine.incoming, peer, Batch(number, unpack_operations(operations))).results
+        batch = Batch(number, unpack_operations(operations))
+        broken: list[tuple[GlobalId, Cell]] = []
+
+        def take() -> bytes:
+            if peer in self._machine.dead or self._instances.get(peer, instance) != instance:
+                raise ConnectionLostError(f"{self._worker} has taken this worker for dead.")
+            results = self._machine.incoming(peer, batch).results
+            for operation in batch.operations:
+                # Whoever asked for a value before the call came that makes it need not wait any more.
+                if operation.kind in _GIVING_UP and self._machine.find(operation.rref) is None:
+                    cell = self._early.pop(operation.rref, None)
+                    if cell is not None:
+                        broken.append((operation.rref, cell))
+            return results
+
+        results = self._do(take)
+        for rref, cell in broken:
+            cell.fail(self._never_made(rref))
+        return results
 
     def _outgoing(self, peer: int) -> Batch | None:
         with self._lock:
@@ -359,18 +437,29 @@ class ReferenceSpace:
         if self._nudged:
             self._nudged = False
             self._drop_noted()
+        if self._effects:
+            self._perform()
         return self._batches.expire(now)
 
     # Who lives
 
     def meet(self, rank: int, instance: str) -> None:
         """A worker has proved itself: one that takes the place of another means that the other is gone."""
-        known = self._instances.setdefault(rank, instance)
-        if known != instance:
-            self.died(rank)
-            self._instances[rank] = instance
-            with self._lock:
+        with self._lock:
+            if self._instances.setdefault(rank, instance) == instance:
+                return
+        self.died(rank)
+
+        def replace() -> None:
+            if self._instances.get(rank) != instance:
+                self._instances[rank] = instance
                 self._machine.dead.discard(rank)
+
+        self._do(replace)
+
+    def instance_of(self, rank: int) -> str | None:
+        """Which start of a worker we have met; None if none."""
+        return self._instances.get(rank)
 
     def is_dead(self, rank: int, instance: str) -> bool:
         return rank in self._machine.dead and self._instances.get(rank, instance) == instance
@@ -380,12 +469,13 @@ class ReferenceSpace:
             return self._machine.concerns(rank)
 
     def died(self, rank: int) -> None:
+        def die() -> list[Cell]:
+            self._machine.died(rank)
+            return [self._early.pop(rref) for rref in list(self._early) if rref.created_on == rank]
+
         self._batches.forget(rank)
-        with self._lock:
-            early = [self._early.pop(rref) for rref in list(self._early) if rref.created_on == rank]
-        for cell in early:
+        for cell in self._do(die):
             cell.fail(ReferenceLostError(f"{self._courier.name_of_rank(rank)} died before it made the value."))
-        self._do(self._machine.died, rank)
 
     # State
 
@@ -393,23 +483,21 @@ class ReferenceSpace:
     def settled(self) -> bool:
         """Nothing is on its way to another worker."""
         with self._lock:
-            return not self._drops and self._machine.settled
+            return not self._drops and not self._effects and not self._freed and self._machine.settled
 
     def counts(self) -> dict[str, int]:
         with self._lock:
             return {**self._machine.counts(), "num_pending_futures": self._batches.under_way}
 
-    def snapshot(self) -> tuple[list[UserReference], list[OwnedValue]]:
+    def snapshot(self) -> tuple[list[UserReference], list[tuple[OwnedValue, list[int]]]]:
+        """The references to values of others, and the values that others refer to, with the ranks of those."""
         with self._lock:
-            return list(self._machine.users.values()), list(self._machine.owned.values())
+            owned = [(value, list(value.forks.values())) for value in self._machine.owned.values()]
+            return list(self._machine.users.values()), owned
 
     def close(self) -> None:
         self._closed = True
         self._batches.close()
-
-
-def _let_go(values: list[OwnedValue]) -> None:
-    values.clear()
 
 
 def describe(record: UserReference) -> str:
@@ -419,6 +507,8 @@ def describe(record: UserReference) -> str:
 def creation_error(owner: str, error: Exception) -> Exception:
     """The error of every use of a reference whose ``remote()`` had no answer."""
     kind = type(error) if isinstance(error, FarpropError) else FarpropError
+    if isinstance(error, ConnectionLostError):
+        kind = ReferenceLostError
     try:
         made = kind(f"RRef creation via rpc.remote() on {owner} failed, and the value may not exist there: {error}")
     except TypeError:

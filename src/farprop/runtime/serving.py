@@ -134,6 +134,10 @@ class Server:
                 late = now + frame.seconds if frame.seconds else 0.0
                 if frame.flags & FORKS:
                     self._take_references(connection, frame, late)
+                elif frame.flags & SYSTEM:
+                    self._loop.push_answer(
+                        self._run, connection, frame, late
+                    )  # short, and never held up by users' calls
                 else:
                     self._loop.push_request(self._run, connection, frame, late)
             elif frame.kind != NOTICE:
@@ -162,8 +166,13 @@ class Server:
             self._close(connection)
 
     def _close(self, connection: Connection) -> None:
+        with self._active_lock:
+            # By identity: another thread may have closed it, and its number may be somebody else's by now.
+            if self._connections.get(connection.fd) is not connection:
+                return
+            del self._connections[connection.fd]
         self._loop.remove(connection.fd)
-        if self._connections.pop(connection.fd, None) is not None and connection.close():
+        if connection.close():
             self._on_peer_lost(connection)
 
     # Running requests

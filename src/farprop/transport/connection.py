@@ -105,6 +105,8 @@ class Connection:
             data = pack(kind, flags | encoded.flags, call_id, seconds, name, encoded.meta, (), gives)
             if more and len(data) < _CORK_BYTES and len(self._corked) < _CORK_FRAMES:
                 with self._lock:
+                    if self.closed:
+                        raise ConnectionLostError(f"The connection to {self.peer} is closed.")
                     self._corked.append(data)
                 return
             self._transmit([data], None)

@@ -145,6 +145,8 @@ class Lending:
                     raise ProtocolError(f"the peer gave back segment {number}, which it does not have")
                 self._free.append(segment)
             self._pool.add(self, segment)
+        if self._closed:
+            self._pool.forget(self)
 
     def drop(self, segment: Segment) -> None:
         with self._lock:
@@ -153,9 +155,10 @@ class Lending:
                 self.dropped.append(segment.number)
 
     def close(self) -> None:
-        self._pool.forget(self)
         with self._lock:
             self._closed = True
+        self._pool.forget(self)
+        with self._lock:
             self._free.clear()
             self._lent.clear()
 

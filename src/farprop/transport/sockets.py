@@ -149,6 +149,8 @@ def make_ready(connection: socket.socket) -> None:
     if connection.family != socket.AF_UNIX:
         # A host that vanished without a word is found out within a minute even if nobody calls it.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6)):
+        # The last is for one that vanished while data was on its way to it, in milliseconds.
+        options = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6), ("TCP_USER_TIMEOUT", 120_000))
+        for option, value in options:
             if hasattr(socket, option):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

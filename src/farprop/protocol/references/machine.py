@@ -165,6 +165,10 @@ class References:
     def find(self, rref: GlobalId) -> OwnedValue | None:
         return self.owned.get(rref)
 
+    def may_come(self, rref: GlobalId) -> bool:
+        """Whether the call that makes a value that is not here may still come."""
+        return rref not in self._recalled and rref not in self._gone and rref.created_on not in self.dead
+
     # The network
 
     def route_lost(self, route: object) -> None:
@@ -172,6 +176,13 @@ class References:
         for fork, passed in list(self.passed.items()):
             if passed.route is route:
                 self._post(passed.to, Operation(Kind.REVOKE, passed.source.rref, fork))
+
+    def doubted(self, forks: list[Fork]) -> None:
+        """These may have been sent or not."""
+        for fork in forks:
+            passed = self.passed.get(fork.fork)
+            if passed is not None:
+                self._post(passed.to, Operation(Kind.REVOKE, fork.rref, fork.fork))
 
     def undelivered(self, forks: list[Fork]) -> None:
         """These were never sent."""
@@ -195,13 +206,7 @@ class References:
         if outbox is None or batch is None:
             return
         for operation, done in zip(batch.operations, reply.results, strict=True):
-            if operation.kind is Kind.REGISTER:
-                self._registered(operation.fork, bool(done))
-            elif operation.kind is Kind.REVOKE and not done:
-                self._leaves_orphans(operation.fork)  # it may have come, and ended again
-                self._safe(operation.fork, counted=False)
-            elif operation.kind is Kind.RECALL and not done:
-                self._never_came(operation.fork)
+            self._answered(operation, bool(done))
         if not outbox.empty:
             self.effects.append(Effect(Happening.SEND, peer))
 
@@ -282,6 +287,15 @@ class References:
         return False
 
     # Operations of ours that were answered
+
+    def _answered(self, operation: Operation, done: bool) -> None:
+        if operation.kind is Kind.REGISTER:
+            self._registered(operation.fork, done)
+        elif operation.kind is Kind.REVOKE and not done:
+            self._leaves_orphans(operation.fork)  # it may have come, and ended again
+            self._safe(operation.fork, counted=False)
+        elif operation.kind is Kind.RECALL and not done:
+            self._never_came(operation.fork)
 
     def _registered(self, fork: GlobalId, counted: bool) -> None:
         reference = self.users.get(fork)
@@ -365,7 +379,7 @@ class References:
 
     def _post(self, peer: int, operation: Operation) -> None:
         if peer == self.me:
-            self._do(peer, operation)
+            self._answered(operation, self._do(peer, operation))
         elif peer not in self.dead:
             outbox = self._outboxes.get(peer)
             if outbox is None:
