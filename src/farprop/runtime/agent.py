@@ -31,7 +31,7 @@ from farprop.protocol.roster import Entry
 from farprop.runtime import rendezvous
 from farprop.runtime.cells import Cell
 from farprop.runtime.creation import CreationCall, ProfiledCreation
-from farprop.runtime.dialling import Dialling, SomebodyElse
+from farprop.runtime.dialling import Dialling, SomebodyElse, Unresponsive
 from farprop.runtime.group import Group
 from farprop.runtime.links import FutureCall, Link, timeout_error, was_sent
 from farprop.runtime.loop import Blocked, Loop
@@ -450,6 +450,8 @@ class Agent:
         """Dial a worker, unless there is a connection. Raises if it can't be, and says so if it is surely gone."""
         if self._closed:
             raise UsageError("RPC has been shut down on this worker.")
+        if not self._group.joined.is_set():
+            raise Unresponsive("this worker is still joining the group, and does not know its address")
         self._group.refresh()
         entry = self._group.find(rank)
         known = self.references.instance_of(rank)
