@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import farprop.rpc as rpc
+from tests.calls import functions as calls
 
 # What a worker keeps between two calls of a test.
 kept: dict[str, Any] = {}
@@ -37,6 +38,15 @@ def kept_state(key: str) -> str:
 
 def give(key: str) -> Any:
     return kept[key]
+
+
+def keep_some(owner: str, other: str) -> None:
+    """References to a thing, to a number and to what is never made, all on ``owner``; the second one is passed on."""
+    kept["value"] = rpc.remote(owner, Thing, args=("kept",))
+    kept["number"] = rpc.remote(owner, calls.add, args=(1,))
+    assert kept["number"].to_here() == 2
+    kept["pending"] = rpc.remote(owner, at_gate, args=("never",))
+    rpc.rpc_sync(other, keep, args=("passed", kept["number"]))
 
 
 def open_gate(name: str) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from farprop.runtime.current import current_agent
+from tests.references.functions import kept
 from tests.support.workers import Cluster
 
 PATIENCE = 20.0
@@ -49,6 +50,12 @@ def become_empty(seconds: float = PATIENCE) -> None:
         states = [(str(u.rref), u.state.name) for u in users] + [(str(v.rref), v.state.name) for v in values]
         raise AssertionError(f"left after {seconds:g} s: {left}\n{states[:20]}") from None
     validate()
+
+
+def drop_all() -> None:
+    """Let go of everything that this worker keeps, and see that nothing is left."""
+    kept.clear()
+    become_empty()
 
 
 def all_empty(job: Cluster, ranks: Iterable[int] = range(3)) -> None:

@@ -18,8 +18,11 @@ from farprop.config import Settings
 from farprop.errors import AuthenticationError, ProtocolError, RendezvousError, UsageError
 from farprop.ids import WorkerInfo
 from farprop.protocol.roster import Entry, judge, verdict_from_json, verdict_to_json
+from farprop.runtime.agent import Agent
+from farprop.runtime.dialling import Unresponsive
 from farprop.runtime.group import Group
 from farprop.runtime.secret import find_secret
+from farprop.runtime.survival import is_certain
 from farprop.wire.functions import FunctionNotFound, name_of, resolve
 
 
@@ -154,3 +157,13 @@ def test_a_peer_that_comes_while_we_join_is_not_a_stranger() -> None:
         group.identify(json.dumps(["w1", 1, "another instance"]).encode())
     with pytest.raises(ProtocolError, match="makes no sense"):
         group.identify(b"{}")
+
+
+def test_a_worker_that_is_still_joining_takes_nobody_for_dead() -> None:
+    """It knows no addresses yet; others may have passed it references already."""
+    agent = Agent.__new__(Agent)
+    agent._closed = False
+    agent._group = Group(None, WorkerInfo("w0", 0), 2)  # type: ignore[arg-type]
+    with pytest.raises(Unresponsive) as raised:
+        agent._probe(1)
+    assert not is_certain(raised.value)

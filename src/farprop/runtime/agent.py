@@ -425,6 +425,9 @@ class Agent:
 
     # What the references need
 
+    def is_ready(self, rank: int) -> bool:
+        return any(link.rank == rank and link.has_room for link in list(self._links.values()))
+
     def send_batch(self, rank: int, number: int, operations: bytes, call: FutureCall) -> None:
         encoded = encode_call(None, (self._info.id, self._instance, number, operations), {})
         self.link(rank, call.timeout).call_async(SYSTEM, OPERATE, encoded, call)

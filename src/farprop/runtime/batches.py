@@ -29,6 +29,9 @@ class Courier(Protocol):
     def send_batch(self, rank: int, number: int, operations: bytes, call: FutureCall) -> None:
         """Send it from a thread that may block; raises like any call."""
 
+    def is_ready(self, rank: int) -> bool:
+        """Whether ``send_batch`` would not block."""
+
     def submit(self, function: Callable[..., None], *args: Any) -> None: ...
 
     def set_alarm(self, when: float) -> None: ...
@@ -96,7 +99,10 @@ class Batches:
                 return  # what is to be said goes with the next one
             self._sending.add(peer)
         try:
-            self._courier.submit(self._transmit, peer)
+            if self._courier.is_ready(peer):
+                self._transmit(peer)
+            else:
+                self._courier.submit(self._transmit, peer)
         except BaseException:
             self._sending.discard(peer)
             raise

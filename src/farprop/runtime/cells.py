@@ -11,6 +11,9 @@ from typing import Any
 from farprop.errors import renewed
 from farprop.runtime.loop import loop_of_this_thread
 
+# One for all cells, which are many: it is never held for longer than a few lines.
+_lock = threading.Lock()
+
 
 class Cell:
     """Filled once, with a value or an exception. ``site`` and ``maker`` say where it comes from, as far as it is known,
@@ -19,7 +22,6 @@ class Cell:
 
     __slots__ = (
         "_callbacks",
-        "_lock",
         "_traceback",
         "broken_off",
         "created",
@@ -39,7 +41,6 @@ class Cell:
         self.value: Any = None
         self.error: BaseException | None = None
         self._traceback: TracebackType | None = None
-        self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
 
     def fill(self, value: Any) -> None:
@@ -51,7 +52,7 @@ class Cell:
     def break_off(self, error: BaseException) -> None:
         """As ``fail``, also if a value has come meanwhile: for its caller, the call that should make it is over."""
         value = None
-        with self._lock:
+        with _lock:
             self.broken_off = True
             done = self.done
             if done:
@@ -63,7 +64,7 @@ class Cell:
             self._finish(None, error)
 
     def _finish(self, value: Any, error: BaseException | None) -> None:
-        with self._lock:
+        with _lock:
             if self.done:
                 return
             self.value, self.error, self.done = value, error, True
@@ -74,7 +75,7 @@ class Cell:
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call it once the cell is filled: now, or on the thread that fills it."""
-        with self._lock:
+        with _lock:
             if not self.done:
                 self._callbacks.append(callback)
                 return

@@ -16,6 +16,9 @@ from farprop.wire.codec import decode_value
 from farprop.wire.failures import decode_failure
 from farprop.wire.frames import ANSWER, Frame
 
+# One for all calls: it is held for two lines.
+_lock = threading.Lock()
+
 
 class ProfiledCreation:
     """What a profile needs to know of a ``remote()``."""
@@ -32,7 +35,7 @@ class ProfiledCreation:
 class CreationCall(FutureCall):
     """``keep`` is what has to live until the call has ended."""
 
-    __slots__ = ("_done", "_error", "_future", "_lock", "_profile", "_space", "keep", "quick", "subject")
+    __slots__ = ("_done", "_error", "_future", "_profile", "_space", "keep", "quick", "subject")
 
     def __init__(
         self,
@@ -42,14 +45,13 @@ class CreationCall(FutureCall):
         keep: Any,
         profile: ProfiledCreation | None,
     ) -> None:
-        super().__init__(timeout)
+        self.timeout = timeout
         # A value of this worker may be freed with the call, and its finaliser is the user's.
         self.quick = isinstance(subject, UserReference)
         self.subject = subject
         self.keep = keep
         self._space = space
         self._profile = profile
-        self._lock = threading.Lock()
         self._done = False
         self._error: Exception | None = None
         self._future: Future | None = None
@@ -81,7 +83,7 @@ class CreationCall(FutureCall):
             if error is not None:
                 subject.cell.break_off(creation_error("this worker", error))
         self.keep = None
-        with self._lock:
+        with _lock:
             self._done = True
             self._error = error
             future = self._future
@@ -90,7 +92,7 @@ class CreationCall(FutureCall):
 
     def future(self) -> Future:
         """Done when the owner has answered."""
-        with self._lock:
+        with _lock:
             if self._future is not None:
                 return self._future
             future = self._future = Future()

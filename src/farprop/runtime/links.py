@@ -150,6 +150,11 @@ class Link:
         self._connection = wrapped(self._connection)
 
     @property
+    def has_room(self) -> bool:
+        """Whether a call would be sent without waiting for room first."""
+        return self._connection.outbox_bytes <= _OUTBOX_LIMIT
+
+    @property
     def open_calls(self) -> int:
         return len(self._calls)
 

@@ -36,6 +36,7 @@ from farprop.wire.frames import FORKS, REMOTE, Frame
 
 _DROPPABLE = frozenset({User.CREATING, User.ARRIVED, User.CONFIRMED, User.DOUBTFUL, User.VOID})
 _GIVING_UP = frozenset({Kind.RECALL, Kind.FORGO})
+_get_ident = threading.get_ident
 _R = TypeVar("_R")
 
 
@@ -99,32 +100,29 @@ class ReferenceSpace:
 
     def _do(self, action: Callable[..., _R], *args: Any) -> _R:
         """One step of the machine, and what follows from it."""
-        machine = self._machine
-        self._enter()
+        if not self._lock.acquire(False):
+            self._wait_for_lock()
+        self._inside = _get_ident()
         try:
             result = action(*args)
-            if machine.effects:
-                self._effects.extend(machine.effects)
-                machine.effects.clear()
+            effects = self._machine.effects
+            if effects:
+                self._effects.extend(effects)
+                effects.clear()
         finally:
-            self._leave()
+            self._inside = 0
+            self._lock.release()
         if self._effects:
             self._perform()
         return result
 
-    def _enter(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            if self._inside == threading.get_ident():
-                raise UsageError(
-                    "A finaliser made a call while its thread was inside farprop. Don't make calls in __del__: note "
-                    "what is to be done, and do it elsewhere."
-                )
-            self._lock.acquire()
-        self._inside = threading.get_ident()
-
-    def _leave(self) -> None:
-        self._inside = 0
-        self._lock.release()
+    def _wait_for_lock(self) -> None:
+        if self._inside == _get_ident():
+            raise UsageError(
+                "A finaliser made a call while its thread was inside farprop. Don't make calls in __del__: note "
+                "what is to be done, and do it elsewhere."
+            )
+        self._lock.acquire()
 
     def _perform(self) -> None:
         """Do what the machine wants done, whoever asked it. What an interrupt leaves undone waits for the next."""
@@ -155,7 +153,8 @@ class ReferenceSpace:
         elif happening is Happening.FREED:
             # What a value's finaliser does is the user's business: it runs on a thread where that may take its time.
             self._freed.append(subject)
-            self._courier.submit(self._let_go)
+            if len(self._freed) == 1:  # else somebody is at it
+                self._courier.submit(self._let_go)
 
     def _let_go(self) -> None:
         while self._freed:
@@ -280,8 +279,10 @@ class ReferenceSpace:
         self, encoded: Encoded, to: int, route: object, creation: Fork | None = None, site: str = ""
     ) -> tuple[Encoded, list[Fork]]:
         """The message with its references in front. Raises, and sends nothing, if one of them can't be used."""
-        sources = [traveller._source("fork an UserRRef") for traveller in encoded.travellers]
-        forks = self._do(self._fork_all, sources, to, route)
+        forks: list[Fork] = []
+        if encoded.travellers:
+            sources = [traveller._source("fork an UserRRef") for traveller in encoded.travellers]
+            forks = self._do(self._fork_all, sources, to, route)
         try:
             flags = encoded.flags | FORKS
             if creation is None:

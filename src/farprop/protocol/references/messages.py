@@ -12,6 +12,7 @@ from farprop.ids import GlobalId
 
 _FORK = struct.Struct("<HHQHQB")
 _COUNT = struct.Struct("<I")
+_ONE = _COUNT.size + _FORK.size
 _OPERATION = struct.Struct("<BHQHQB")
 
 
@@ -69,6 +70,9 @@ def unpack_forks(data: bytes | bytearray | memoryview) -> tuple[list[Fork], int]
     if len(data) < _COUNT.size:
         raise ProtocolError("a message with references is too short")
     (count,) = _COUNT.unpack_from(data)
+    if count == 1 and len(data) >= _ONE:
+        owner, rref_on, rref, fork_on, fork, exists = _FORK.unpack_from(data, _COUNT.size)
+        return [Fork(owner, GlobalId(rref_on, rref), GlobalId(fork_on, fork), bool(exists))], _ONE
     end = _COUNT.size + count * _FORK.size
     if len(data) < end:
         raise ProtocolError(f"a message says that it has {count} references, and is too short for them")
