@@ -47,7 +47,7 @@ def become_empty(seconds: float = PATIENCE) -> None:
     except AssertionError:
         left = {key: count for key, count in counts().items() if count}
         users, values = current_agent().references.snapshot()
-        states = [(str(u.rref), u.state.name) for u in users] + [(str(v.rref), v.state.name) for v in values]
+        states = [(str(u.rref), u.state.name) for u in users] + [(str(v.rref), v.state.name) for v, _ in values]
         raise AssertionError(f"left after {seconds:g} s: {left}\n{states[:20]}") from None
     validate()
 

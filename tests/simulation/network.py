@@ -99,7 +99,7 @@ class Network:
             self.world.workers[letter.target].receive(letter)
 
     def passes_on_early(self, rank: int) -> bool:
-        """Whether a reference is on its way from a worker to which it came itself, to a value that may not exist yet."""
+        """Whether a worker's message has a reference that came to it, and whose value may not be made yet."""
         return any(
             not fork.exists and fork.rref.created_on != rank
             for letter in self.in_flight.values()

@@ -3,7 +3,8 @@
 Who reads the answers: nobody, one waiting caller, or the loop. Rules that hold here:
 
 - Reading changes hands only under ``_lock``, and only one party reads at a time.
-- While calls are open somebody reads; when none are, nobody does, and the loop watches for hang-up alone.
+- While calls are open, or answers to calls that were given up may still come, somebody reads; else nobody does, and
+  the loop watches for hang-up alone.
 - User code (callbacks of futures) runs on threads of the pool, never on a caller that reads for itself.
 """
 
@@ -128,6 +129,7 @@ class Link:
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
         self._calls: CallTable[SyncCall | FutureCall] = CallTable()
+        self._given_up = 0  # calls whose answers may still come: they may bring references, and memory to give back
         self._reader: SyncCall | _LoopReads | None = None
         self._loop_in_stream = False  # the loop reads this very moment
         self._followers: dict[SyncCall, None] = {}  # callers that wait while somebody else reads, in order
@@ -241,6 +243,7 @@ class Link:
         with self._lock:
             uncork, self._uncork_due = self._uncork_due, False
             expired = self._calls.expire(now)
+            self._given_up += len(expired)
             following = self._calls.next_deadline()
         for call in expired:
             if isinstance(call, FutureCall):
@@ -297,7 +300,7 @@ class Link:
     def _leave(self, call: SyncCall, call_id: int) -> None:
         """The caller stops waiting: an answer that comes later finds nobody."""
         with self._lock:
-            self._calls.answer(call_id)
+            self._given_up += self._calls.answer(call_id) is not None
             self._followers.pop(call, None)
             reading = self._reader is call
         if reading:
@@ -359,6 +362,8 @@ class Link:
             answered: list[list[Any]] = [
                 [self._calls.answer(f.call_id), f] for f in reversed(frames) if f.kind != NOTICE
             ]
+            if self._given_up:
+                self._given_up = max(0, self._given_up - sum(call is None for call, _ in answered))
         try:
             while answered:
                 self._deliver_one(answered[-1], run)
@@ -405,7 +410,7 @@ class Link:
                 self._reader = _LOOP
                 self._wants_input = True
                 self._loop.add(self._connection.fd, IN | HANGUP, self._on_events)
-            elif len(self._calls):
+            elif len(self._calls) or self._given_up:
                 self._loop_reads()
 
     def _loop_reads(self) -> None:
@@ -477,9 +482,9 @@ class Link:
             _log.exception("farprop: unexpected error while reading from %s", self.peer)
             self.lose(f"reading from it failed: {error!r}")
             return
-        if not len(self._calls):
+        if not len(self._calls) and not self._given_up:
             with self._lock:
-                if self._reader is _LOOP and not len(self._calls):
+                if self._reader is _LOOP and not len(self._calls) and not self._given_up:
                     self._reader = None
                     if self._wants_input:
                         self._wants_input = False
@@ -523,4 +528,5 @@ class Link:
     def validate(self) -> None:
         with self._lock:
             self._calls.validate()
-            assert self._reader is not None or not len(self._calls) or self._lost is not None
+            waited_for = len(self._calls) + self._given_up
+            assert self._reader is not None or not waited_for or self._lost is not None

@@ -384,9 +384,12 @@ class References:
             outbox = self._outboxes.get(peer)
             if outbox is None:
                 outbox = self._outboxes[peer] = Outbox()
+            first = outbox.empty
             outbox.add(operation)
-            happening = Happening.SEND if operation.kind in _URGENT else Happening.SEND_LATER
-            self.effects.append(Effect(happening, peer))
+            if operation.kind in _URGENT:
+                self.effects.append(Effect(Happening.SEND, peer))
+            elif first:  # else it goes with what is to be sent already, or after the answer to what was
+                self.effects.append(Effect(Happening.SEND_LATER, peer))
 
     # Looking
 
