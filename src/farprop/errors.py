@@ -7,6 +7,9 @@ A function's own exception is not here: it arrives as its own type.
 from __future__ import annotations
 
 import copy
+from typing import TypeVar
+
+_E = TypeVar("_E", bound=BaseException)
 
 
 class FarpropError(RuntimeError):
@@ -78,3 +81,14 @@ def renewed(error: BaseException) -> BaseException:
     made.__cause__, made.__context__ = error.__cause__, error.__context__
     made.__suppress_context__ = error.__suppress_context__
     return made
+
+
+def without_frames(error: _E) -> _E:
+    """The exception, to be kept: it lets go of the frames that it and its causes were raised through."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        link.__traceback__ = link.__context__ = None
+        link = link.__cause__
+    return error

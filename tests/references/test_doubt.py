@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import farprop.rpc as rpc
-from farprop.errors import ConnectionLostError, ReferenceLostError, RpcTimeoutError
+from farprop.errors import ConnectionLostError, InjectedFaultError, ReferenceLostError, RpcTimeoutError
 from farprop.testing import faults
 from tests.calls import functions as f
 from tests.references import functions as g
@@ -94,6 +94,29 @@ def test_passed_on_before_the_timeout(workers: Cluster) -> None:
     workers.run(0, _passed_on_in_time, "worker1")
 
 
+def _fails_beside_another() -> None:
+    other = rpc.remote("worker2", g.Thing, args=("beside",))
+    assert other.rpc_sync().plus(1) == 1
+    with faults.inject() as plan:
+        plan.fail(types=["PYTHON_REMOTE_CALL"])
+        g.kept["failed"] = rpc.remote("worker1", f.noop)
+    for use in (g.kept["failed"].to_here, g.kept["failed"]._get_type):
+        with pytest.raises(InjectedFaultError):
+            use()
+
+
+def _only_the_error_is_kept() -> None:
+    _fails_beside_another()
+    gc.collect()
+    wait_until(lambda: rpc.rpc_sync("worker2", g.things, args=("beside",)) == 0)
+    with pytest.raises(InjectedFaultError, match="RRef creation"):
+        g.kept.pop("failed").to_here()
+
+
+def test_a_reference_that_failed_keeps_its_error_but_not_what_was_around_it(workers: Cluster) -> None:
+    workers.run(0, _only_the_error_is_kept)
+
+
 def _gated_give(gate: str, *given: Any) -> Any:
     g.at_gate(gate)
     return [g.own(gate), *given]
@@ -168,6 +191,8 @@ def _cut_in_flight(rank: int, seed: int) -> tuple[list[str], int, int]:
     dice = random.Random(seed)
     to = f"worker{(rank + 1) % 3}"
     rrefs = [rpc.RRef(rank), *(rpc.remote(f"worker{i}", f.identity, args=(i,)) for i in range(3))]
+    for rref in rrefs[1:]:
+        rref._get_future().wait()
     worked, failed, cuts = [], 0, 0
     for i in range(25):
         with faults.inject() as plan:

@@ -149,6 +149,11 @@ def lost_route_ignored(self: References, route: object) -> None:
     """Nobody asks after the forks in messages on a broken connection."""
 
 
+@flaw(References, "doubted")
+def doubts_ignored(self: References, forks: list[Fork]) -> None:
+    """Nobody asks after the forks in a message that may not have been sent."""
+
+
 @flaw(References, "_revoke")
 def revoke_forgotten(self: References, rref: GlobalId, fork: GlobalId) -> bool:
     """A fork that was given up as lost is taken when it comes after all."""

@@ -78,6 +78,8 @@ def _send(worker: Worker, call: Call, passing: list[UserReference | OwnedValue])
     forks = [worker.fork(thing, call.callee, call.connection) for thing in passing]
     if call.callee in worker.state.dead:
         worker.never_send(call, forks)
+    elif chance.random() < weather.unsent / 2:
+        worker.interrupt(call, forks, sent=chance.random() < 0.5)
     elif chance.random() < weather.unsent:
         clock.after(chance.choice((0.0, chance.uniform(0.0, 0.3))), worker.never_send, call, forks)
     else:

@@ -17,6 +17,7 @@ _FAULTS = (
     "doubled messages",
     "timeouts",
     "unsent messages",
+    "interrupted sends",
     "broken connections",
     "partitions",
     "divorces",
@@ -67,7 +68,7 @@ def run_all(seeds: range, jobs: int, flaw: str | None) -> Iterator[Outcome]:
             yield from map(run, seeds)
         return
     chunks = [(seeds[start : start + _CHUNK], flaw) for start in range(0, len(seeds), _CHUNK)]
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
         for outcomes in pool.imap(_run_chunk, chunks):
             yield from outcomes
 

@@ -107,6 +107,20 @@ class Worker:
                 self._recall(call.reference)
                 self.machine.unsent(call.reference)
 
+    def interrupt(self, call: Call, forks: list[Fork], sent: bool) -> None:
+        """The program is interrupted while it sends a call, and does not know whether it did."""
+        self.world.counts["interrupted sends"] += 1
+        self.world.say("%d is interrupted when it sends call %s", self.rank, call)
+        if sent:
+            self.send(call, forks)
+        self._close(call)
+        for fork in forks:
+            self.world.ledger.forks[fork.fork].revoked = True
+        self.machine.doubted(forks)
+        if call.reference is not None:
+            self._recall(call.reference)
+            self.machine.unanswered(call.reference, lost=True)
+
     def _undelivered(self, forks: list[Fork]) -> None:
         self.world.counts["unsent messages"] += 1
         for fork in forks:
@@ -217,7 +231,7 @@ class Worker:
         self._answer(task.call)
         self.tasks.remove(task)
         for thing in task.arguments:
-            if self.world.chance.random() < 0.3:
+            if self.world.chance.random() < 0.5:
                 self.held.append(thing)
             else:
                 self.drop(thing)

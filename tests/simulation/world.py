@@ -108,7 +108,7 @@ class World:
         live = self.live()
         if len(live) < 2:
             return
-        # The worst moment is when it has just passed on what the owner does not count yet. Wait for it for a while.
+        # The worst moment is when it has just passed on what is not made yet. Wait for it for a while.
         risky = [worker for worker in live if self.network.passes_on_early(worker.rank)]
         if patience and not risky:
             self.clock.after(0.01, self._crash, patience - 1)

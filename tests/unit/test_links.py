@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -153,3 +155,19 @@ def test_nothing_can_be_sent_on_a_closed_connection(more: bool) -> None:
     with pytest.raises(ConnectionLostError):
         connection.send(REQUEST, 0, 1, 0.0, b"x", encode_value(None), more)
     theirs.close()
+
+
+def test_a_connection_whose_passage_can_not_be_opened_leaves_no_socket() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    theirs.close()
+    connection = Connection(ours, "peer", SegmentPool(0), 1 << 20, lambda _: None, lambda: None)
+    before = set(os.listdir("/proc/self/fd"))
+    gc.disable()
+    try:
+        with pytest.raises(OSError) as caught:  # which keeps what is forgotten
+            connection.open_passage()
+        assert len(set(os.listdir("/proc/self/fd")) - before) == 0
+        del caught
+    finally:
+        gc.enable()
+        connection.close()

@@ -514,6 +514,47 @@ def test_orphans_of_a_user_that_takes_the_owner_for_dead(job: Job) -> None:
     assert third.state is User.VOID
 
 
+def test_orphans_of_a_fork_that_ended_before_it_was_revoked(job: Job) -> None:
+    first = job[ANN].create(OWNER)
+    second = as_user(job.send(first, ANN, BOB))
+    fork = job[BOB].fork(second, EVE, ROUTE)
+    assert job[OWNER].make(ANN, first.rref, first.fork) is not None
+    job[ANN].made(first)
+    job[ANN].drop(first)
+    job.kill(OWNER, BOB)
+    job[BOB].drop(second)
+    assert second.state is User.ENDED
+    job[ANN].route_lost(ROUTE)
+    revoke = job[ANN].outgoing(BOB)
+    assert revoke is not None
+    job[ANN].replied(BOB, job[BOB].incoming(ANN, revoke))
+    assert job.exchange(ANN, OWNER) == [Kind.DELETE], "it did not wait for the ACCEPT, which is on its way"
+    third = as_user(job[EVE].arrive(fork, BOB))
+    job.exchange(OWNER, EVE)
+    assert third.state is User.VOID
+
+
+@pytest.mark.parametrize("came", [False, True])
+def test_a_message_that_may_not_have_been_sent(job: Job, came: bool) -> None:
+    reference, value = job.create()
+    fork = job[ANN].fork(reference, BOB, ROUTE)
+    if came:
+        job[BOB].arrive(fork, ANN)
+    job[ANN].doubted([fork])
+    job.exchange()
+    assert job[ANN].settled
+    assert (fork.fork in value.forks) == came
+
+
+def test_a_message_to_oneself_that_may_not_have_been_sent(job: Job) -> None:
+    reference, value = job.create()
+    fork = job[ANN].fork(reference, ANN, None)
+    job[ANN].doubted([fork])
+    assert job[ANN].settled
+    assert as_user(job[ANN].arrive(fork, ANN)).state is User.VOID
+    assert set(value.forks) == {reference.fork}
+
+
 def test_a_death_is_heard_once(job: Job) -> None:
     value = job[OWNER].own()
     job.send(value, OWNER, BOB)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from farprop.protocol.references import diagram
+from farprop.protocol.references.states import USER_TABLE, User, UserEvent
 from tests.simulation.checks import Violation
 from tests.simulation.flaws import FLAWS, planted
 from tests.simulation.report import Report, replay, run_all
@@ -53,7 +54,7 @@ def test_the_runs_have_everything_in_them() -> None:
         assert counts[name] > 20, name
     for fault in ("lost messages", "doubled messages", "timeouts", "unsent messages", "broken connections"):
         assert 10 < report.runs_with[fault] < 100, fault
-    for fault in ("partitions", "divorces", "crashes"):
+    for fault in ("interrupted sends", "partitions", "divorces", "crashes"):
         assert 5 < report.runs_with[fault] < 100, fault
     assert {len(World(seed, tracing=False).workers) for seed in range(100)} == {2, 3, 4, 5}
 
@@ -109,9 +110,19 @@ def test_whatever_the_machine_raises_is_a_failure(monkeypatch: pytest.MonkeyPatc
     assert run(1).failure == "Violation: left"
 
 
-def test_the_diagrams_in_the_docs_are_current() -> None:
+def test_the_docs_are_current() -> None:
     page = (ROOT / "docs" / "references.md").read_text()
     assert diagram.updated(page) == page, "run python -m farprop.protocol.references.diagram"
+    assert f"in {len(FLAWS)} ways" in page
+
+
+def test_the_diagrams_follow_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "references.md").read_text()
+    monkeypatch.setitem(USER_TABLE, (User.VOID, UserEvent.REGISTERED), User.CONFIRMED)
+    added = set(diagram.updated(page).splitlines()) - set(page.splitlines())
+    assert added == {"    VOID --> CONFIRMED: REGISTERED"}
+    with pytest.raises(ValueError, match="no place"):
+        diagram.updated("a page without marks")
 
 
 def _command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from farprop.errors import AuthenticationError, ConnectionLostError, ProtocolError, RpcTimeoutError, UsageError
+from farprop.protocol.roster import Entry
 from farprop.runtime import survival
-from farprop.runtime.dialling import SomebodyElse, Unresponsive
+from farprop.runtime.dialling import Dialling, SomebodyElse, Unresponsive
 from farprop.runtime.survival import PATIENCE, Survival, is_certain
 
 EVE = 3
@@ -181,3 +184,28 @@ def test_a_worker_that_shuts_down_looks_after_nobody(case: Callable[..., Case]) 
     eve.suspect()
     eve.suspect()
     assert (eve.dials, eve.dead, eve.jobs) == (1, [], [])
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_dialling_one_that_does_not_answer_says_so(kind: str) -> None:
+    """The kernel takes the connections of a stopped process, up to a point."""
+    dialling = Dialling(b'["worker0", 0, "mine"]', b"k" * 32, unix_allowed=kind == "unix")
+    name = f"farprop-test-{time.monotonic_ns()}"
+    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind("\0" + name)
+        unix.listen()
+        entry = Entry(
+            name="worker3",
+            rank=EVE,
+            world_size=4,
+            instance="its",
+            tcp=tcp.getsockname(),
+            unix=name,
+            net=dialling.net,
+            host="here",
+            pid=1,
+            fingerprint="",
+            own_secret=False,
+        )
+        with pytest.raises(Unresponsive, match="does not answer"):
+            dialling.dial(entry, time.monotonic() + 0.1)

@@ -12,7 +12,7 @@ import torch
 from farprop.ids import GlobalId
 from farprop.runtime.current import current_agent
 
-_MOST_LOOKED_AT = 500  # objects in one value; deep lists must not end in a RecursionError
+_MOST_LOOKED_AT = 10_000  # objects in one value: looking at a worker must not take for ever
 
 
 @dataclass(frozen=True)
@@ -95,20 +95,22 @@ def debug_info() -> dict[str, int | float]:
 
 def size_of(value: Any) -> int:
     """The bytes of the tensors in a value, where they are easily found; else of the object alone."""
-    return _size_of(value, set())
-
-
-def _size_of(value: Any, seen: set[int]) -> int:
-    if id(value) in seen:
-        return 0
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    if isinstance(value, torch.nn.Module):
-        return sum(tensor.nbytes for tensor in (*value.parameters(), *value.buffers()))
-    inside: list[Any] = []
-    if isinstance(value, dict):
-        inside = list(value.values())
-    elif isinstance(value, list | tuple | set | frozenset):
-        inside = list(value)
-    return sys.getsizeof(value) + (sum(_size_of(item, seen) for item in inside) if len(seen) < _MOST_LOOKED_AT else 0)
+    total = 0
+    seen: set[int] = set()
+    left = [value]
+    while left and len(seen) < _MOST_LOOKED_AT:
+        item = left.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            total += item.nbytes
+        elif isinstance(item, torch.nn.Module):
+            total += sum(tensor.nbytes for tensor in (*item.parameters(), *item.buffers()))
+        else:
+            total += sys.getsizeof(item)
+            if isinstance(item, dict):
+                left.extend(item.values())
+            elif isinstance(item, list | tuple | set | frozenset):
+                left.extend(item)
+    return total

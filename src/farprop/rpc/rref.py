@@ -9,7 +9,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
-from farprop.errors import ConnectionLostError, ReferenceLostError, UsageError
+from farprop.errors import ConnectionLostError, ReferenceLostError, UsageError, renewed
 from farprop.ids import WorkerInfo
 from farprop.protocol.references.records import OwnedValue, UserReference
 from farprop.protocol.references.states import User
@@ -214,7 +214,7 @@ class RRef(Generic[T]):
             if cell.error is None:
                 future.set_result(type(cell.value))
             else:
-                future.set_exception(cell.error)
+                future.set_exception(renewed(cell.error))
 
         cell.when_done(done)
         return future

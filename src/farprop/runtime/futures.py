@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from farprop.errors import renewed
+from farprop.errors import renewed, without_frames
 from farprop.runtime.loop import loop_of_this_thread
 
 
@@ -37,9 +37,8 @@ class Future(torch.futures.Future[Any]):
         see it: with it would stay the frames that it was raised through, which have this future, for ever.
         """
         assert isinstance(result, Exception), f"{result!r} is not an exception"
-        result.__traceback__ = None
         self._set_unwrap_func(_raise_renewed)
-        self.set_result(result)
+        self.set_result(without_frames(result))
 
 
 def _raise_renewed(error: Exception) -> None:

@@ -14,7 +14,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from farprop.errors import ConnectionLostError, FarpropError, ProtocolError, ReferenceLostError, UsageError, renewed
+from farprop.errors import (
+    ConnectionLostError,
+    FarpropError,
+    ProtocolError,
+    ReferenceLostError,
+    UsageError,
+    renewed,
+    without_frames,
+)
 from farprop.ids import GlobalId
 from farprop.protocol.references.machine import References
 from farprop.protocol.references.messages import (

@@ -1,0 +1,88 @@
+"""Ctrl-C in the middle of a call: nobody keeps what the program never got, and the job ends as usual."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import farprop.rpc as rpc
+from farprop.runtime import links
+from farprop.runtime.current import current_agent
+from tests.calls import functions as f
+from tests.references import functions as g
+from tests.references.looking import all_empty, become_empty, wait_until
+from tests.support.workers import Cluster
+
+Call = Callable[[rpc.RRef[Any]], object]
+
+_CALLS: dict[str, Call] = {
+    "sync": lambda rref: rpc.rpc_sync("worker1", repr, args=(rref,)),
+    "async": lambda rref: rpc.rpc_async("worker1", repr, args=(rref,)),
+    "remote": lambda rref: rpc.remote("worker1", g.Chain, args=(rref,)),
+}
+
+
+@contextmanager
+def _before_it_is_sent() -> Iterator[None]:
+    def interrupted(timeout: float) -> None:
+        raise KeyboardInterrupt
+
+    link = current_agent().link("worker1")
+    with mock.patch.object(links, "_OUTBOX_LIMIT", -1), mock.patch.object(link, "_wait_for_room", interrupted):
+        yield
+
+
+@contextmanager
+def _when_it_is_out() -> Iterator[None]:
+    connection = current_agent().link("worker1")._connection
+    send = connection.send
+
+    def interrupted(*message: Any) -> None:
+        send(*message)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(connection, "send", interrupted):
+        yield
+
+
+_MOMENTS = {"before": _before_it_is_sent, "after": _when_it_is_out}
+
+
+def _interrupted(moment: str, kind: str, name: str) -> None:
+    rref = rpc.RRef(g.Thing(name))
+    with _MOMENTS[moment](), pytest.raises(KeyboardInterrupt):
+        _CALLS[kind](rref)
+    del rref
+    assert rpc.rpc_sync("worker1", f.add, args=(1,)) == 2
+
+
+def _nothing_is_left_of(name: str) -> None:
+    gc.collect()
+    wait_until(lambda: not g.things(name), "the value is freed")
+    become_empty()
+
+
+@pytest.mark.one_transport
+@pytest.mark.parametrize("kind", _CALLS)
+@pytest.mark.parametrize("moment", _MOMENTS)
+def test_a_reference_in_a_call_that_is_interrupted(workers: Cluster, moment: str, kind: str) -> None:
+    workers.run(0, _interrupted, moment, kind, f"{moment} {kind}")
+    all_empty(workers)
+    workers.run(0, _nothing_is_left_of, f"{moment} {kind}")
+
+
+def _remote_interrupted(moment: str) -> None:
+    with _MOMENTS[moment](), pytest.raises(KeyboardInterrupt):
+        rpc.remote("worker1", g.Thing, args=("never got",))
+
+
+@pytest.mark.parametrize("moment", _MOMENTS)
+def test_what_an_interrupted_remote_makes_is_freed(workers: Cluster, moment: str) -> None:
+    workers.run(0, _remote_interrupted, moment)
+    all_empty(workers)
+    workers.run(1, _nothing_is_left_of, "never got")
