@@ -408,13 +408,14 @@ class Agent:
 
     # Faults, for tests
 
-    def set_judge(self, judge: Judge | None) -> None:
-        """Have ``judge`` look at every message before it is sent to another worker."""
+    def set_judge(self, judge: Judge | None) -> Judge | None:
+        """Have ``judge`` look at every message before it is sent to another worker; returns the one before."""
         with self._lock:
-            first, self._judge = self._judge is None, judge
-            links = list(self._links.values()) if first else []
+            before, self._judge = self._judge, judge
+            links = list(self._links.values()) if before is None else []
         for link in links:
             link.wrap(self._make_faulty)
+        return before
 
     def _make_faulty(self, connection: Any) -> Any:
         return connection if isinstance(connection, FaultyConnection) else FaultyConnection(connection, self._ask_judge)

@@ -522,5 +522,5 @@ def creation_error(owner: str, error: Exception) -> Exception:
         made = kind(f"RRef creation via rpc.remote() on {owner} failed, and the value may not exist there: {error}")
     except TypeError:
         made = FarpropError(f"RRef creation via rpc.remote() on {owner} failed: {error!r}")
-    made.__cause__ = error
+    made.__cause__ = without_frames(error)
     return made

@@ -53,7 +53,7 @@ class FaultPlan:
 
     def fail_at(self, worker: str, nth: int) -> None:
         """The ``nth`` message to this worker, counted from 1 and from now, fails at once with an error."""
-        self._add(Action.FAIL, 0.0, worker, None, self._sent[worker] + nth, None, 1.0)
+        self._add(Action.FAIL, 0.0, worker, None, nth, None, 1.0)
 
     def fail(
         self,
@@ -83,7 +83,7 @@ class FaultPlan:
 
     def cut_at(self, worker: str, nth: int) -> None:
         """Instead of the ``nth`` message to this worker, counted from 1 and from now, the connection is closed."""
-        self._add(Action.CUT, 0.0, worker, None, self._sent[worker] + nth, None, 1.0)
+        self._add(Action.CUT, 0.0, worker, None, nth, None, 1.0)
 
     def _add(
         self,
@@ -101,9 +101,11 @@ class FaultPlan:
             raise ValueError(f"There are no messages of type {', '.join(unknown)}. Types: {sorted(MESSAGE_TYPES)}.")
         if not 0.0 <= probability <= 1.0:
             raise ValueError(f"A probability is from 0 to 1, not {probability}.")
-        if seconds < 0 or (nth is not None and nth < 1):
-            raise ValueError("A delay is 0 or more seconds, and messages are counted from 1.")
+        if not seconds >= 0 or (nth is not None and nth < 1) or (sends is not None and sends < 1):
+            raise ValueError("A delay is 0 or more seconds, and messages and attempts are counted from 1.")
         with self._lock:
+            if nth is not None and worker is not None:
+                nth += self._sent[worker]  # from now
             self._rules.append(_Rule(Verdict(action, seconds), worker, chosen, nth, sends, probability))
 
     def judge(self, peer: str, kind: int, flags: int, call_id: int, name: bytes, encoded: Encoded) -> Verdict | None:
@@ -134,11 +136,11 @@ class FaultPlan:
 
 @contextlib.contextmanager
 def inject(seed: int = 0) -> Iterator[FaultPlan]:
-    """While the block runs, this worker's messages obey the plan that it gives."""
+    """While the block runs, this worker's messages obey the plan that it gives, and no other."""
     plan = FaultPlan(seed)
     agent = current_agent()
-    agent.set_judge(plan.judge)
+    before = agent.set_judge(plan.judge)
     try:
         yield plan
     finally:
-        agent.set_judge(None)
+        agent.set_judge(before)
