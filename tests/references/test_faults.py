@@ -202,20 +202,23 @@ def test_injected_faults(workers: Cluster, body: Any) -> None:
     all_empty(workers)
 
 
-def _with_faulty_backend(rank: int, options: dict[str, Any], body: Any) -> Any:
+def _with_faulty_backend(rank: int, options: dict[str, Any], body: Any) -> None:
     import farprop.rpc._testing  # noqa: F401 - registers the backend
 
     backend = rpc.backend_registry.BackendType["FAULTY_TENSORPIPE"]
     made = rpc.construct_rpc_backend_options(backend, init_method="env://", num_worker_threads=4, **options)
     rpc.init_rpc(f"worker{rank}", backend, rank, 2, made)
-    result = body() if rank == 0 else None
-    rpc.shutdown()
-    return result
+    if rank == 0:
+        body()
+        with faults.inject():  # in the place of the backend's plan
+            rpc.rpc_sync("worker1", g.open_gate, args=("end",))
+    else:
+        g.at_gate("end")
+    with faults.inject():
+        rpc.shutdown()
 
 
 def _works_all_the_same() -> None:
-    with faults.inject():
-        rpc.rpc_sync("worker1", f.noop)
     rref = rpc.remote("worker1", f.add, args=(1,))
     assert rpc.rpc_sync("worker1", f.identity, args=(rref,)).to_here() == 2
     mine = rpc.rpc_sync("worker1", f.identity, args=(rpc.RRef(5),))

@@ -201,9 +201,13 @@ class Agent:
         take).
         """
         link = self._links.get(to) if type(to) is str else None
-        if link is None:
+        if link is None or link.lost:
             name = self.get_worker_info(to).name
-            link = self._links.get(name) or self._dial(name, timeout)
+            link = self._links.get(name)
+            if link is not None and link.lost:
+                self._on_lost(link, "losing it was interrupted")  # between two of its lines
+                link = None
+            link = link or self._dial(name, timeout)
         return link
 
     def _dial(self, name: str, timeout: float) -> Link:

@@ -122,6 +122,7 @@ class Link:
     ) -> None:
         self.peer = peer
         self.rank = rank
+        self.lost = False
         self.sent = 0
         self._loop = loop
         self._on_lost = on_lost
@@ -498,6 +499,7 @@ class Link:
             if self._lost is not None:
                 return
             self._lost = reason
+            self.lost = True
             calls = self._calls.lost()
             self._followers.clear()
         self._loop.remove(self._connection.fd)

@@ -35,7 +35,8 @@ class FaultyConnection:
     def __init__(self, inner: Connection, judge: Judge) -> None:
         self._inner = inner
         self._judge = judge
-        self._timers: set[threading.Timer] = set()
+        self._lock = threading.Lock()
+        self._timers: set[threading.Timer] | None = set()  # None once it is closed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -56,7 +57,9 @@ class FaultyConnection:
 
     def _send_later(self, delay: float, message: tuple[Any, ...]) -> None:
         def send() -> None:
-            self._timers.discard(timer)
+            with self._lock:
+                if self._timers is not None:
+                    self._timers.discard(timer)
             try:
                 self._inner.send(*message)
             except ConnectionError:
@@ -65,11 +68,15 @@ class FaultyConnection:
         timer = threading.Timer(delay, send)
         timer.daemon = True
         timer.name = f"farprop-delayed-{self._inner.peer}"
-        self._timers.add(timer)
-        timer.start()
+        with self._lock:
+            if self._timers is not None:
+                self._timers.add(timer)
+                timer.start()
 
     def close(self) -> bool:
-        for timer in list(self._timers):
+        with self._lock:
+            timers, self._timers = self._timers or set(), None
+        for timer in timers:
             timer.cancel()
             if timer is not threading.current_thread():
                 timer.join()
