@@ -135,6 +135,7 @@ def test_the_goals_are_those_of_the_issue() -> None:
         "echo-1mb": 3,
         "echo-128mb": 5,
         "empty-tcp": 3,
+        "remote": 4,
     }
 
 
