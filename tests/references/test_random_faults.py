@@ -18,7 +18,7 @@ from tests.support.workers import cluster
 
 OPERATIONS = ["RREF_FORK_REQUEST", "RREF_CHILD_ACCEPT", "RREF_USER_DELETE", "RREF_REVOKE", "RREF_RECALL"]
 CALLS = ["PYTHON_CALL", "PYTHON_REMOTE_CALL", "PYTHON_RREF_FETCH_CALL"]
-STEPS = 250
+STEPS = 200
 
 _lock = threading.Lock()
 pool: list[Any] = []  # the references that this worker holds
@@ -51,7 +51,7 @@ def _make(worker: str, value: Any) -> Any:
 
 
 def _lossy(plan: FaultPlan, dice: random.Random) -> None:
-    plan.lose(types=OPERATIONS, sends=2, probability=0.3)
+    plan.lose(types=OPERATIONS, sends=2, probability=0.15)
 
 
 def _failing(plan: FaultPlan, dice: random.Random) -> None:
@@ -83,7 +83,7 @@ WEATHERS = {"lossy": _lossy, "failing": _failing, "late": _late, "cut": _cut, "a
 
 def _program(rank: int, seed: int, weather: str) -> tuple[int, int, int]:
     """How many steps worked, how many did not, and how many faults there were."""
-    batches._BATCH_SECONDS = 0.3  # as long as it takes to find out that a batch was lost
+    batches._BATCH_SECONDS = 0.1  # as long as it takes to find out that a batch was lost
     dice = random.Random(100 * seed + rank)
     worked = failed = 0
     with faults.inject(seed=dice.randrange(1000)) as plan:
