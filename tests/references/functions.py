@@ -190,3 +190,13 @@ class Failing:
         error.thing = Thing(name)  # type: ignore[attr-defined]
         future.set_exception(error)
         return future
+
+
+class Table(dict[int, Any]):
+    """A value that changes while others look at it."""
+
+    def change(self, i: int) -> None:
+        for j in range(50):
+            self[1000 * i + j] = j
+        for j in range(49):
+            del self[1000 * i + j]

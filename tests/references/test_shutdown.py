@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import sys
 import time
 from typing import Any
@@ -65,14 +66,18 @@ def test_the_leak_report_says_what_and_whose(ignored: bool) -> None:
     for rank, (report, line) in enumerate(results):
         other = f"worker{1 - rank}"
         assert f"values of worker{rank}" in report
-        first, second = report.splitlines()[1:]
-        assert f"a Tensor of 16 bytes (made), held by {other}" in first or f"held by {other}" in second
-        of_tensor = first if "Tensor" in first else second
-        of_thing = second if of_tensor is first else first
-        assert "GloballyUniqueId(created_on=" in of_tensor
-        assert f"made by torch:add, created at {__file__}:{line}" in of_tensor
-        assert "a Thing of " in of_thing
-        assert f"made by tests.references.functions:Thing, created at {__file__}:{line + 1}" in of_thing
+        lines = report.splitlines()[1:]
+        assert len(lines) == 2
+        (of_tensor,) = [text for text in lines if "Tensor" in text]
+        (of_thing,) = [text for text in lines if "Thing" in text]
+        where = rf"\(made\), held by {other}, made by (\S+), created at {re.escape(__file__)}:(\d+)"
+        name = r"  GloballyUniqueId\(created_on=\d, local_id=\d+\)"
+        found = re.fullmatch(rf"{name}: a Tensor of 16 bytes {where}", of_tensor)
+        assert found
+        assert found.groups() == ("torch:add", str(line))
+        found = re.fullmatch(rf"{name}: a Thing of \d+ bytes {where}", of_thing)
+        assert found
+        assert found.groups() == ("tests.references.functions:Thing", str(line + 1))
 
 
 def _after_the_end(rank: int) -> None:
@@ -215,6 +220,7 @@ def _fork(rank: int) -> list[int]:
         rref = rpc.remote(other, g.Thing, args=("forked",))
         mine = rpc.RRef(g.Thing("mine"))
         rpc.rpc_sync(other, g.keep, args=("mine", mine))
+        wait_until(lambda: counts()["num_pending_forks"] == 0)
         before = counts()
         for use in (rref.to_here, rref.rpc_sync().plus, lambda: rpc.RRef(5), gc.collect):
             pid = os.fork()
@@ -251,6 +257,9 @@ def _exit_with_references(rank: int) -> None:
     g.keep("two", rpc.RRef(g.Thing("two", g.kept["one"])))
     rpc.rpc_sync(other, g.keep, args=("three", g.kept["two"]))
     rpc.remote(other, g.at_gate, args=("never",))
+    # Both have come so far before the first one goes.
+    rpc.rpc_sync(other, g.open_gate, args=("exit",))
+    g.at_gate("exit")
     # and no shutdown
 
 

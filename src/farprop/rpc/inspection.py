@@ -103,14 +103,26 @@ def size_of(value: Any) -> int:
         if id(item) in seen:
             continue
         seen.add(id(item))
-        if isinstance(item, torch.Tensor):
-            total += item.nbytes
-        elif isinstance(item, torch.nn.Module):
-            total += sum(tensor.nbytes for tensor in (*item.parameters(), *item.buffers()))
-        else:
-            total += sys.getsizeof(item)
-            if isinstance(item, dict):
-                left.extend(item.values())
-            elif isinstance(item, list | tuple | set | frozenset):
-                left.extend(item)
+        try:
+            if isinstance(item, torch.Tensor):
+                total += _bytes_of(item)
+            elif isinstance(item, torch.nn.Module):
+                total += sum(map(_bytes_of, (*item.parameters(), *item.buffers())))
+            else:
+                total += sys.getsizeof(item)
+                if isinstance(item, dict):
+                    left.extend(item.values())
+                elif isinstance(item, list | tuple | set | frozenset):
+                    left.extend(item)
+        except Exception:
+            pass  # a value that can't be measured must not keep the others from being seen
     return total
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    """Of a sparse one those of its values; none of a parameter that is not initialised yet."""
+    if isinstance(tensor, torch.nn.parameter.UninitializedParameter | torch.nn.parameter.UninitializedBuffer):
+        return 0
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    return (tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()).nbytes
