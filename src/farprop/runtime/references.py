@@ -99,6 +99,7 @@ class ReferenceSpace:
         self._inside = 0  # the thread that is at the machine
         self._effects: deque[Effect] = deque()
         self._freed: deque[OwnedValue] = deque()
+        self._letting_go = False
         self._drops: deque[UserReference] = deque()
         self._nudged = False
         self._early: dict[GlobalId, Cell] = {}  # values that were asked for before the call that makes them came
@@ -161,10 +162,16 @@ class ReferenceSpace:
         elif happening is Happening.FREED:
             # What a value's finaliser does is the user's business: it runs on a thread where that may take its time.
             self._freed.append(subject)
-            if len(self._freed) == 1:  # else somebody is at it
-                self._courier.submit(self._let_go)
+            if not self._letting_go:
+                self._letting_go = True
+                try:
+                    self._courier.submit(self._let_go)
+                except BaseException:
+                    self._letting_go = False
+                    raise
 
     def _let_go(self) -> None:
+        self._letting_go = False  # before the look: what comes after it has somebody else come
         while self._freed:
             try:
                 self._freed.popleft()

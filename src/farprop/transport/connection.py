@@ -77,8 +77,12 @@ class Connection:
         """The dialler, before anything else: make the passage, on a connection that can have one."""
         if self._awaits_passage:
             passage, theirs = Passage.pair()
-            with theirs:
-                self._sock.sendmsg([pack(NOTICE, 0, 0, 0.0, b"", b"")], rights(theirs.fileno()), _SEND_FLAGS)
+            try:
+                with theirs:
+                    self._sock.sendmsg([pack(NOTICE, 0, 0, 0.0, b"", b"")], rights(theirs.fileno()), _SEND_FLAGS)
+            except BaseException:
+                passage.close()
+                raise
             self._take_passage(passage)
 
     def _take_passage(self, passage: Passage) -> None:

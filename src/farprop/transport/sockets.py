@@ -135,6 +135,9 @@ def dial(
             if time.monotonic() > deadline:
                 raise ConnectionLostError("the worker accepts no connections: its backlog is full") from None
             time.sleep(0.005)
+        except ConnectionLostError:
+            connection.close()
+            raise
         except (TimeoutError, OSError) as error:
             connection.close()
             raise ConnectionLostError(f"can't connect: {error}") from error
