@@ -51,7 +51,7 @@ def test_user_to_owner(workers: Cluster) -> None:
     wait_until(lambda: workers.run(1, owned) == 0)
     assert workers.run(1, _use_kept, "to the owner") == [True, "worker1", True, 1]
     workers.run(1, g.let_go, "to the owner")
-    assert workers.run(1, g.things, "to the owner") == 0
+    wait_until(lambda: workers.run(1, g.things, "to the owner") == 0)
 
 
 def _to_another_user() -> None:

@@ -10,8 +10,9 @@ import torch
 
 import farprop.rpc as rpc
 from farprop.errors import RpcTimeoutError
+from farprop.testing import faults
 from tests.references import functions as g
-from tests.references.looking import become_empty
+from tests.references.looking import become_empty, wait_until
 from tests.support.workers import Cluster
 
 # A value elsewhere, and one of one's own.
@@ -189,18 +190,31 @@ def test_references_as_arguments_of_methods(workers: Cluster) -> None:
     workers.run(0, _references_as_arguments)
 
 
+def _confirmed_thing(name: str) -> Any:
+    rref = rpc.remote("worker1", g.Thing, args=(name,))
+    rref._get_future().wait()
+    return rref
+
+
 def _dropped_while_it_runs() -> Any:
-    future = rpc.remote("worker1", g.Thing, args=("temporary",)).rpc_async().at_gate("temporary")
-    made = rpc.remote("worker1", g.Thing, args=("temporary",)).remote().at_gate("temporary")
+    future = _confirmed_thing("temporary").rpc_async().at_gate("temporary")
+    made = _confirmed_thing("temporary").remote().at_gate("temporary")
     rpc.rpc_sync("worker1", g.open_gate, args=("temporary",))
     assert future.wait() == made.to_here() == "temporary"
+    # What tells the owner that the reference is gone overtakes the call, if it is sent too early.
+    with faults.inject() as plan:
+        plan.delay(0.2, types=["PYTHON_CALL", "PYTHON_REMOTE_CALL"])
+        assert _confirmed_thing("overtaken").rpc_async().plus(3).wait() == 3
+        assert _confirmed_thing("overtaken")._get_type(blocking=False).wait() is g.Thing
+        assert _confirmed_thing("overtaken").remote().plus(4).to_here() == 4
+    assert plan.counts["delay PYTHON_CALL"] >= 2
     del future, made
     become_empty()
+    wait_until(lambda: rpc.rpc_sync("worker1", g.things, args=("overtaken",)) == 0)
 
 
 def test_a_value_lives_as_long_as_its_method_runs(workers: Cluster) -> None:
-    for _ in range(20):
-        workers.run(0, _dropped_while_it_runs)
+    workers.run(0, _dropped_while_it_runs)
 
 
 def _many_at_once() -> int:
