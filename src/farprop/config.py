@@ -23,6 +23,7 @@ class Settings:
     insecure: bool = False
     max_message_bytes: int = 16 * GIB
     shm_pool_bytes: int = GIB
+    autograd_mode: str = "smart"
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Settings:
@@ -33,7 +34,11 @@ class Settings:
                 f"FARPROP_TRANSPORT={transport!r} is not known: use 'auto' (Unix sockets and shared memory "
                 "within a host, TCP between hosts) or 'tcp' (TCP alone)."
             )
+        mode = env.get("FARPROP_AUTOGRAD_MODE") or "smart"
+        if mode not in ("smart", "fast"):
+            raise UsageError(f"FARPROP_AUTOGRAD_MODE={mode!r} is not known: use 'smart' or 'fast'.")
         return cls(
+            autograd_mode=mode,
             transport=transport,
             interface=env.get("FARPROP_INTERFACE") or None,
             port_range=_port_range(env.get("FARPROP_PORT_RANGE")),

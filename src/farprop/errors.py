@@ -48,6 +48,10 @@ class RemoteError(FarpropError):
         return type(self), (self.args[0], self.worker, self.type_name, self.remote_traceback)
 
 
+class BackwardError(FarpropError):
+    """A backward function or a hook raised during a distributed backward pass. The text says where and what."""
+
+
 class ProtocolError(FarpropError):
     """A peer sent bytes that break farprop's protocol. Only its connection is closed."""
 

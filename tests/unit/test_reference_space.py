@@ -84,7 +84,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.courier = StubCourier()
-        self.space = ReferenceSpace(ME, "worker0", self.courier)
+        self.space = ReferenceSpace(ME, "worker0", self.courier, lambda context: None)
 
     def pass_own(self, value: OwnedValue, to: int) -> Fork:
         _, (fork,) = self.space.depart(Encoded(b"", [], None, 0, [Traveller(value)]), to, ROUTE)

@@ -178,8 +178,24 @@ class RRef(Generic[T]):
         return RRefProxy(self, "remote", timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Run the backward pass from the value. It comes with ``farprop.autograd``."""
-        raise NotImplementedError("RRef.backward needs farprop.autograd, which is not there yet.")
+        """Run the backward pass from the value, where it is.
+
+        Args:
+            dist_autograd_ctx_id: the id of the context that the value was computed in; without one, the pass stays on
+                the owner and fills ``.grad`` there.
+            retain_graph: keep the graph for another pass.
+        """
+        if self._own is not None:
+            agent = current_agent()
+            value = self._value_here(UNSET_RPC_TIMEOUT)
+            agent.backward_on_owner(value, dist_autograd_ctx_id, retain_graph)
+            return
+        if dist_autograd_ctx_id == -1:
+            raise UsageError("User RRefs require 'dist_autograd_ctx_id' to be specified: the id of a context.")
+        agent = self._checked_agent("backward on it")
+        rref = self._record.rref
+        args = (rref.created_on, rref.local_id, self._record.exists, dist_autograd_ctx_id, retain_graph)
+        agent.call_sync(self._owner_name, owner_calls.backward, args, {}, UNSET_RPC_TIMEOUT)
 
     # What torch's tests and tools look at
 

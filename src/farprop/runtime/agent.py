@@ -24,7 +24,7 @@ from farprop.errors import (
     RpcTimeoutError,
     UsageError,
 )
-from farprop.ids import WorkerInfo
+from farprop.ids import GlobalId, WorkerInfo
 from farprop.protocol.references.messages import Fork
 from farprop.protocol.references.records import OwnedValue, UserReference
 from farprop.protocol.roster import Entry
@@ -32,6 +32,9 @@ from farprop.runtime import rendezvous
 from farprop.runtime.cells import Cell
 from farprop.runtime.creation import CreationCall, ProfiledCreation
 from farprop.runtime.dialling import Dialling, SomebodyElse, Unresponsive
+from farprop.runtime.gradients.contexts import COUNTER_BITS, current_context
+from farprop.runtime.gradients.roots import backward_on_owner
+from farprop.runtime.gradients.space import GradientSpace
 from farprop.runtime.group import Group
 from farprop.runtime.links import FutureCall, Link, timeout_error, was_sent
 from farprop.runtime.loop import Blocked, Loop
@@ -47,7 +50,7 @@ from farprop.transport.connection import Connection
 from farprop.transport.faulty import FaultyConnection, Judge, Verdict
 from farprop.transport.segments import SegmentPool
 from farprop.wire.codec import Encoded, encode, encode_call
-from farprop.wire.frames import PROFILED, SYSTEM
+from farprop.wire.frames import PROFILED, SYSTEM, Frame
 from farprop.wire.functions import name_of
 
 _log = logging.getLogger("farprop.agent")
@@ -81,6 +84,7 @@ class Agent:
         self._info = WorkerInfo(name, rank)
         self._group = Group(store, self._info, world_size)
         self._settings = Settings.from_env()
+        self.autograd_mode = self._settings.autograd_mode
         self._secret: Secret = find_secret(self._settings, rendezvous.job_of(store))
         self._instance = secrets.token_hex(8)
         self._dialling = Dialling(
@@ -96,8 +100,9 @@ class Agent:
         self._judge: Judge | None = None
         self._sent_before = 0  # requests sent on links that are gone
         self._loop = Loop(name, options.num_worker_threads)
-        self.references = ReferenceSpace(rank, name, self)
-        self._loop.home = self.references
+        self.gradients = GradientSpace(rank, self)
+        self.references = ReferenceSpace(rank, name, self, self._on_context_ended)
+        self._loop.home = self
         self._survival = Survival(self._probe, self._on_death, self._loop.submit, self._loop.set_alarm)
         self._server = Server(
             self._loop,
@@ -107,6 +112,7 @@ class Agent:
             self._check_peer,
             self._on_peer_lost,
             self.references,
+            self.gradients.contexts,
         )
         try:
             self._own_entry = self._listen(options, world_size)
@@ -260,14 +266,23 @@ class Agent:
     def _on_lost(self, link: Link, reason: str) -> None:
         _log.info("%s: lost the connection to %s: %s", self._info.name, link.peer, reason)
         with self._lock:
-            if self._links.get(link.peer) is link:
+            was_used = self._links.get(link.peer) is link
+            if was_used:
                 del self._links[link.peer]
                 self._sent_before += link.sent
         self.references.route_lost(link, link.rank)
+        if was_used and not self._closed:
+            self.gradients.lost(link.rank)
+            self._look_after_contexts(link.rank)
 
     def _on_peer_lost(self, connection: Connection) -> None:
         _log.info("%s: %s closed its connection", self._info.name, connection.peer)
         self.references.route_lost(connection, connection.rank)
+        self._look_after_contexts(connection.rank)
+
+    def _look_after_contexts(self, rank: int) -> None:
+        if not self._closed and self.gradients.concerned_with(rank):
+            self._survival.suspect(rank)
 
     def _on_death(self, rank: int) -> None:
         """A worker is dead: nothing that it sent may come after this."""
@@ -278,6 +293,7 @@ class Agent:
             link.lose("it has died")
         self._server.close_connections_of(rank)
         self.references.died(rank)
+        self.gradients.died(rank)
 
     # Calls
 
@@ -288,16 +304,22 @@ class Agent:
             timeout = self.rpc_timeout
         link = self.link(to, timeout)
         name = name_of(function)
-        encoded = encode_call(None if name is not None else function, args, kwargs)
+        context = current_context.get()
+        if context is None or flags:
+            context = None
+            encoded = encode_call(None if name is not None else function, args, kwargs)
+        else:
+            plain = None if name is not None else function
+            encoded = context.send(link.rank, lambda graph: encode_call(plain, args, kwargs, graph))
         if not encoded.travellers:
-            return value_of(link.call_sync(flags, name or b"", encoded, timeout))
+            return value_of(link.call_sync(flags, name or b"", encoded, timeout), context, link.rank)
         encoded, forks = self.references.depart(encoded, link.rank, link)
         try:
             frame = link.call_sync(flags, name or b"", encoded, timeout)
         except BaseException as error:
             self._after_failed_send(link, forks, error)
             raise
-        return value_of(frame)
+        return value_of(frame, context, link.rank)
 
     def call_async(
         self,
@@ -313,8 +335,20 @@ class Agent:
         if timeout == UNSET_TIMEOUT:
             timeout = self.rpc_timeout
         name = name_of(function)
-        encoded = encode_call(None if name is not None else function, args, kwargs)
-        self._send_async(to, flags, name or b"", encoded, TorchCall(timeout, future))
+        plain = None if name is not None else function
+        call = TorchCall(timeout, future)
+        encoded = self._encode(to, flags, call, lambda graph: encode_call(plain, args, kwargs, graph))
+        self._send_async(to, flags, name or b"", encoded, call)
+
+    def _encode(
+        self, to: Any, flags: int, call: TorchCall, encode: Callable[[list[torch.Tensor] | None], Encoded]
+    ) -> Encoded:
+        """Encode a call, in the autograd context of this thread if there is one."""
+        context = current_context.get()
+        if context is None or flags & SYSTEM:
+            return encode(None)
+        call.context, call.sender = context, self.get_worker_info(to).id
+        return context.send(call.sender, encode)
 
     def _send_async(self, to: Any, flags: int, name: bytes, encoded: Encoded, call: FutureCall) -> None:
         try:
@@ -356,8 +390,9 @@ class Agent:
         if timeout == UNSET_TIMEOUT:
             timeout = self.rpc_timeout
         name = name_of(function)
-        encoded = encode((None if name is not None else function, args, kwargs, session.settings))
+        whole = (None if name is not None else function, args, kwargs, session.settings)
         call = ProfiledCall(timeout, future, session, key, self._info.id)
+        encoded = self._encode(to, 0, call, lambda graph: encode(whole, graph))
         self._send_async(to, PROFILED, name or b"", encoded, call)
 
     def create(
@@ -377,11 +412,17 @@ class Agent:
         link = self.link(to, timeout)
         name = name_of(function)
         flags = 0
-        if profile is None:
-            encoded = encode_call(None if name is not None else function, args, kwargs)
-        else:
+        plain = None if name is not None else function
+        if profile is not None:
             flags = PROFILED
-            encoded = encode((None if name is not None else function, args, kwargs, profile[0].settings))
+
+        def encoding(graph: list[torch.Tensor] | None) -> Encoded:
+            if profile is None:
+                return encode_call(plain, args, kwargs, graph)
+            return encode((plain, args, kwargs, profile[0].settings), graph)
+
+        context = current_context.get()
+        encoded = encoding(None) if context is None else context.send(link.rank, encoding)
         space = self.references
         subject: UserReference | OwnedValue
         if link.rank == self._info.id:
@@ -437,6 +478,28 @@ class Agent:
         encoded = encode_call(None, (self._info.id, self._instance, number, operations), {})
         self.link(rank, call.timeout).call_async(SYSTEM, OPERATE, encoded, call)
 
+    # What backward passes need
+
+    def send_own(self, rank: int, name: bytes, encoded: Encoded, call: FutureCall, system: bool) -> None:
+        self.link(rank, call.timeout).call_async(SYSTEM if system else 0, name, encoded, call)
+
+    def call_own(self, rank: int, name: bytes, encoded: Encoded, timeout: float, system: bool) -> Frame:
+        return self.link(rank, timeout).call_sync(SYSTEM if system else 0, name, encoded, timeout)
+
+    def clean_up(self, rank: int, context_id: int) -> None:
+        counter = context_id & (1 << COUNTER_BITS) - 1
+        self.references.clean_up(rank, GlobalId(context_id >> COUNTER_BITS, counter))
+
+    def _on_context_ended(self, context: GlobalId) -> None:
+        self.gradients.release((context.created_on << COUNTER_BITS) + context.local_id)
+
+    def backward_on_owner(self, value: Any, context_id: int, retain_graph: bool) -> None:
+        """Run a backward pass from a value that others refer to."""
+        fast = self.autograd_mode == "fast"
+        backward_on_owner(self.gradients, value, context_id, retain_graph, fast, self.rpc_timeout)
+
+    # What both need
+
     def submit(self, function: Callable[..., None], *args: Any) -> None:
         self._loop.submit(function, *args)
 
@@ -447,7 +510,8 @@ class Agent:
         self._loop.nudge(when)
 
     def look_after(self, rank: int) -> None:
-        if not self._closed and rank != self._info.id and self.references.concerned_with(rank):
+        concerned = self.references.concerned_with(rank) or self.gradients.concerned_with(rank)
+        if not self._closed and rank != self._info.id and concerned:
             self._survival.suspect(rank)
 
     def look_now(self, rank: int, seconds: float) -> None:

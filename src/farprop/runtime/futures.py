@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from farprop.errors import renewed, without_frames
+from farprop.runtime.gradients.contexts import Context, current_context
 from farprop.runtime.loop import loop_of_this_thread
 
 
@@ -32,6 +35,11 @@ class Future(torch.futures.Future[Any]):
                 bell.acquire()
         return super().wait()
 
+    def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
+        """As torch's; the callback runs in the autograd context that this thread has now."""
+        context = current_context.get()
+        return super().then(callback if context is None else partial(_run_in, context, callback))
+
     def set_exception(self, result: Any) -> None:
         """As torch's, but every ``wait`` raises a copy. Torch keeps the exception where the garbage collector does not
         see it: with it would stay the frames that it was raised through, which have this future, for ever.
@@ -39,6 +47,14 @@ class Future(torch.futures.Future[Any]):
         assert isinstance(result, Exception), f"{result!r} is not an exception"
         self._set_unwrap_func(_raise_renewed)
         self.set_result(without_frames(result))
+
+
+def _run_in(context: Context, callback: Callable[[Any], Any], future: Any) -> Any:
+    outer = current_context.set(context)
+    try:
+        return callback(future)
+    finally:
+        current_context.reset(outer)
 
 
 def _raise_renewed(error: Exception) -> None:

@@ -11,6 +11,7 @@ from farprop.wire.functions import FunctionNotFound, resolve
 
 OPERATE = b"farprop.runtime.owner_calls:operate"
 _FETCH = b"farprop.runtime.owner_calls:fetch"
+PROPAGATE = b"farprop.runtime.gradients.calls:propagate"
 
 _OPERATIONS = {
     Kind.REGISTER: "RREF_FORK_REQUEST",
@@ -19,6 +20,7 @@ _OPERATIONS = {
     Kind.FORGO: "RREF_USER_DELETE",
     Kind.REVOKE: "RREF_REVOKE",
     Kind.RECALL: "RREF_RECALL",
+    Kind.CLEANUP: "CLEANUP_AUTOGRAD_CONTEXT_REQ",
 }
 MESSAGE_TYPES = frozenset(
     {
@@ -31,7 +33,7 @@ MESSAGE_TYPES = frozenset(
         "SCRIPT_RREF_FETCH_CALL",
         "PYTHON_RET",
         "EXCEPTION",
-        "CLEANUP_AUTOGRAD_CONTEXT_REQ",
+        "BACKWARD_AUTOGRAD_REQ",
     }
 )
 
@@ -50,6 +52,8 @@ def types_of(kind: int, flags: int, name: bytes, encoded: Encoded) -> tuple[froz
         return frozenset(_OPERATIONS[operation.kind] for operation in unpack_operations(operations)), number
     if flags & SYSTEM:
         return frozenset(), 0
+    if name == PROPAGATE:
+        return frozenset({"BACKWARD_AUTOGRAD_REQ"}), 0
     if name == _FETCH:
         return frozenset({"PYTHON_RREF_FETCH_CALL", "SCRIPT_RREF_FETCH_CALL"}), 0
     language = "SCRIPT" if _is_script(name) else "PYTHON"

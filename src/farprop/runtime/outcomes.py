@@ -7,15 +7,24 @@ from typing import Any
 
 import torch
 
+from farprop.runtime.gradients.contexts import Context, take_head
 from farprop.runtime.links import FutureCall
 from farprop.runtime.profiling import Session
 from farprop.wire.codec import decode_value, decode_with
 from farprop.wire.failures import decode_failure
-from farprop.wire.frames import ANSWER, Frame
+from farprop.wire.frames import ANSWER, CONTEXT, Frame
 
 
-def value_of(frame: Frame) -> Any:
-    """What a call returns for this answer, or raises."""
+def value_of(frame: Frame, context: Context | None = None, sender: int = -1) -> Any:
+    """What a call returns for this answer, or raises. ``context`` is the one that the call was made in."""
+    if frame.flags & CONTEXT and frame.kind == ANSWER:
+        head = take_head(frame)
+        if context is not None:
+            return context.receive(sender, head, _decoded, frame)
+    return _decoded(frame)
+
+
+def _decoded(frame: Frame) -> Any:
     if frame.kind == ANSWER:
         if frame.arrivals is not None:
             return decode_with(frame.arrivals.items, decode_value, frame.meta, frame.buffers, frame.flags)
@@ -26,16 +35,18 @@ def value_of(frame: Frame) -> Any:
 class TorchCall(FutureCall):
     """A call whose outcome completes a future; its callbacks run where it is completed."""
 
-    __slots__ = ("future",)
+    __slots__ = ("context", "future", "sender")
 
     def __init__(self, timeout: float, future: torch.futures.Future[Any]) -> None:
         self.timeout = timeout
         self.future = future
+        self.context: Context | None = None
+        self.sender = -1
 
     def finish(self, frame: Frame | None, error: Exception | None) -> None:
         if frame is not None:
             try:
-                value = value_of(frame)
+                value = value_of(frame, self.context, self.sender)
             except Exception as raised:
                 error = raised
             else:
@@ -63,7 +74,7 @@ class ProfiledCall(TorchCall):
         value = remote = None
         if frame is not None:
             try:
-                value, remote = value_of(frame)
+                value, remote = value_of(frame, self.context, self.sender)
             except Exception as raised:
                 error = raised
         self._session.add_call(self._key, self._began, self._own_id, remote)

@@ -14,10 +14,14 @@ from farprop.runtime.loop import loop_of_this_thread
 from farprop.runtime.references import ReferenceSpace
 
 
-def _space() -> ReferenceSpace:
+def _agent() -> Any:
     loop = loop_of_this_thread()
     assert loop is not None, "this runs on threads of the pool only"
-    return loop.home  # type: ignore[no-any-return]
+    return loop.home
+
+
+def _space() -> ReferenceSpace:
+    return _agent().references  # type: ignore[no-any-return]
 
 
 def _when_done(cell: Cell, then: Callable[[], Any]) -> Any:
@@ -50,6 +54,13 @@ def invoke_on(cell: Cell, method: str, args: Any, kwargs: Any) -> Any:
             raise not_a_future(result)
         return Later(lambda done: result.add_done_callback(lambda _: done()), result.wait)
     return result
+
+
+def backward(created_on: int, local_id: int, exists: bool, context_id: int, retain_graph: bool) -> Any:
+    """Run the backward pass from the value, for ``RRef.backward``."""
+    agent = _agent()
+    cell = agent.references.cell_of(GlobalId(created_on, local_id), exists)
+    return _when_done(cell, lambda: agent.backward_on_owner(cell.get(), context_id, retain_graph))
 
 
 def _rref_typeof_on_owner(created_on: int, local_id: int, exists: bool) -> Any:

@@ -89,8 +89,9 @@ class Arrivals:
 class ReferenceSpace:
     """See the module's rules."""
 
-    def __init__(self, me: int, worker: str, courier: Courier) -> None:
+    def __init__(self, me: int, worker: str, courier: Courier, on_context_ended: Callable[[GlobalId], None]) -> None:
         self.me = me
+        self._on_context_ended = on_context_ended
         self._worker = worker
         self._courier = courier
         self._machine = References(me)
@@ -159,6 +160,8 @@ class ReferenceSpace:
             cell.fail(self._never_made(subject.rref))
         elif happening is Happening.SETTLED:
             self._settle(subject)
+        elif happening is Happening.CONTEXT_ENDED:
+            self._courier.submit(self._on_context_ended, subject)  # it lets go of tensors, and of hooks of users
         elif happening is Happening.FREED:
             # What a value's finaliser does is the user's business: it runs on a thread where that may take its time.
             self._freed.append(subject)
@@ -287,6 +290,10 @@ class ReferenceSpace:
         return ReferenceLostError(
             f"RRef {rref} was never made on {self._worker}: {creator}, which called for it, died or lost the link."
         )
+
+    def clean_up(self, rank: int, context: GlobalId) -> None:
+        """Tell another worker that an autograd context has ended."""
+        self._do(self._machine.clean_up, rank, context)
 
     # Messages that leave
 

@@ -21,13 +21,14 @@ from farprop.runtime import profiling
 from farprop.runtime.cells import Later, not_a_future
 from farprop.runtime.coroutines import CoroutineThread
 from farprop.runtime.door import Door
+from farprop.runtime.gradients.contexts import Context, Contexts, current_context, take_head
 from farprop.runtime.loop import HANGUP, IN, OUT, STALL, Loop
 from farprop.runtime.references import ReferenceSpace
 from farprop.transport.connection import Connection
 from farprop.transport.sockets import make_ready
 from farprop.wire.codec import Encoded, decode, decode_call, decode_with, encode, encode_value
 from farprop.wire.failures import encode_failure
-from farprop.wire.frames import ANSWER, FAILURE, FORKS, NOTICE, PROFILED, REMOTE, REQUEST, SYSTEM, Frame
+from farprop.wire.frames import ANSWER, CONTEXT, FAILURE, FORKS, NOTICE, PROFILED, REMOTE, REQUEST, SYSTEM, Frame
 from farprop.wire.functions import FunctionNotFound, resolve
 
 _log = logging.getLogger("farprop.serving")
@@ -42,10 +43,10 @@ Record = Callable[[], list[dict[str, Any]]]
 
 class Reply:
     """Where the answer to a request goes. ``creation`` is what keeps the value, if the caller only wants to refer to
-    it; ``record`` gives what a profile recorded.
+    it; ``record`` gives what a profile recorded; ``context`` is the autograd context of the request.
     """
 
-    __slots__ = ("call_id", "connection", "creation", "flags", "record")
+    __slots__ = ("call_id", "connection", "context", "creation", "flags", "record")
 
     def __init__(self, connection: Connection, flags: int, call_id: int, creation: OwnedValue | None) -> None:
         self.connection = connection
@@ -53,6 +54,7 @@ class Reply:
         self.call_id = call_id
         self.creation = creation
         self.record: Record | None = None
+        self.context: Context | None = None
 
 
 class Server:
@@ -67,6 +69,7 @@ class Server:
         on_peer: Callable[[bytes], WorkerInfo],
         on_peer_lost: Callable[[Connection], None],
         references: ReferenceSpace,
+        contexts: Contexts,
     ) -> None:
         self.active = 0  # requests that came and are not answered yet
         self._system_active = 0  # the same for farprop's own
@@ -77,6 +80,7 @@ class Server:
         self._new_connection = new_connection
         self._on_peer_lost = on_peer_lost
         self._references = references
+        self._contexts = contexts
         self.gil_waits: list[float] | None = None  # microseconds, while they are measured
         self._connections: dict[int, Connection] = {}
         # Functions by how long they took when they last ran: answers wait for more only in front of quick ones.
@@ -197,7 +201,9 @@ class Server:
             self._measure_gil(self.gil_waits)
         settings = None
         try:
-            if frame.arrivals is not None:
+            if flags & CONTEXT:
+                function, args, kwargs, settings = self._decode_in_context(reply, frame)
+            elif frame.arrivals is not None:
                 function, args, kwargs, settings = decode_with(frame.arrivals.items, self._decode, frame)
             elif name and not flags & PROFILED:
                 args, kwargs = decode_call(frame.meta, frame.buffers, flags)
@@ -213,6 +219,7 @@ class Server:
             self._fail(reply, error)
             return
         del frame  # with it the arguments' buffers, as soon as the function lets go of them
+        outer = None if reply.context is None else current_context.set(reply.context)
         try:
             if settings is not None:
                 value, reply.record = profiling.run_profiled(settings, function, args, kwargs)
@@ -228,6 +235,8 @@ class Server:
             return
         finally:
             args, kwargs = (), {}
+            if outer is not None:
+                current_context.reset(outer)
             if name:
                 self._remember(name, _now() - started)
         if hasattr(function, "_wrapped_async_rpc_function"):
@@ -243,6 +252,16 @@ class Server:
             return None, *decode_call(frame.meta, frame.buffers, frame.flags), None
         return *decode(frame.meta, frame.buffers), None
 
+    def _decode_in_context(self, reply: Reply, frame: Frame) -> tuple[Any, Any, Any, Any]:
+        """A call of an autograd context: it runs in it here too, unless it has ended meanwhile."""
+        head = take_head(frame)
+        context = self._contexts.meet(head.context_id)
+        items = () if frame.arrivals is None else frame.arrivals.items
+        if context is None:
+            return decode_with(items, self._decode, frame)  # type: ignore[no-any-return]
+        reply.context = context
+        return context.receive(reply.connection.rank, head, decode_with, items, self._decode, frame)  # type: ignore[no-any-return]
+
     def _answer_with(self, reply: Reply, value: Any) -> None:
         """Answer with a value, or once there is one."""
         kind = type(value)
@@ -256,6 +275,7 @@ class Server:
             self._answer(reply, value)
 
     def _resume(self, reply: Reply, later: Later) -> None:
+        outer = current_context.set(reply.context)
         try:
             value = later.resume()
         except BaseException as error:
@@ -263,6 +283,8 @@ class Server:
             error.__traceback__ = None  # as in _answer_later
         else:
             self._answer_with(reply, value)
+        finally:
+            current_context.reset(outer)
 
     def _answer_later(self, reply: Reply, value: Any) -> None:
         """A function decorated with ``async_execution``: its thread is free until its future is done."""
@@ -288,7 +310,10 @@ class Server:
         forks: list[Fork] = []
         connection, record = reply.connection, reply.record
         try:
-            encoded = encode_value(value) if record is None else encode((value, record()))
+            if reply.context is not None:
+                encoded = self._encode_in_context(reply.context, connection.rank, value, record)
+            else:
+                encoded = encode_value(value) if record is None else encode((value, record()))
             if encoded.travellers:
                 encoded, forks = self._references.depart(encoded, connection.rank, connection)
         except BaseException as error:
@@ -297,6 +322,14 @@ class Server:
             return
         del value
         self._send(reply, ANSWER, encoded, forks)
+
+    def _encode_in_context(self, context: Context, to: int, value: Any, record: Record | None) -> Encoded:
+        if value is None or context.is_released:
+            return encode_value(value) if record is None else encode((value, record()))
+        if record is None:
+            return context.send(to, lambda graph: encode_value(value, graph))
+        whole = (value, record())
+        return context.send(to, lambda graph: encode(whole, graph))
 
     def _fail(self, reply: Reply, error: BaseException) -> None:
         if reply.creation is None:

@@ -3,6 +3,9 @@
 Plain pickle first, because it is fast. What it can't name (lambdas, closures, local classes) is encoded
 again with cloudpickle. A class that has ``_reduce_for_call(pickler)`` says by it how it travels in calls, and only
 there. Objects that it gives to the pickler's ``travel`` travel in front of the pickle, and ``arrival`` finds them.
+
+For a message of an autograd context, ``graph`` takes the tensors that require grad, in the order in which the decoder
+builds them.
 """
 
 from __future__ import annotations
@@ -11,19 +14,20 @@ import io
 import pickle
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from farprop.wire.frames import PLAIN
 from farprop.wire.plain import ATOMS, decode_plain, encode_plain
-from farprop.wire.tensors import INLINE_LIMIT, Sent, SpanTooShort, reduce_tensor
+from farprop.wire.tensors import INLINE_LIMIT, Sent, SpanTooShort, collecting, reduce_tensor, requiring_grad
 
 _Tensor = torch.Tensor
 _Pickler = pickle.Pickler
 _loads = pickle.loads
 _SHORT = ATOMS | {torch.Tensor}
 _MAX_PLAIN = 8
+_R = TypeVar("_R")
 
 
 class Encoded:
@@ -49,6 +53,7 @@ class _Reductions:
     sent: dict[int, Sent] | None = None
     whole: frozenset[int] | None = None
     travellers: list[Any] | tuple[()] = ()
+    graph: list[torch.Tensor] | None = None
 
     def travel(self, obj: Any) -> int:
         """Have ``obj`` travel in front of the pickle; its place there."""
@@ -62,8 +67,17 @@ class _Reductions:
             sent = self.sent
             if sent is None:
                 sent = self.sent = {}
+            if obj.requires_grad:
+                if self.graph is not None:
+                    self.graph.append(obj)
+                # Torch's own way for the rarer layouts does not say that they require grad.
+                return reduce_tensor(obj, sent, self.whole) or (requiring_grad, (obj.detach(),))
             reduced = reduce_tensor(obj, sent, self.whole)
             return NotImplemented if reduced is None else reduced
+        if self.graph is not None and isinstance(obj, _Tensor) and obj.requires_grad:
+            # A parameter, or another subclass: there it is what a call computed, and no leaf.
+            self.graph.append(obj)
+            return requiring_grad, (obj.detach(),)
         if isinstance(obj, torch.jit.ScriptModule):
             return _load_script_module, (_save_script_module(obj),)
         if isinstance(obj, torch._C.ScriptMethod):
@@ -78,27 +92,31 @@ class _FastPickler(_Reductions, _Pickler):
     reducer_override = _Reductions.reduce
 
 
-def encode(obj: Any) -> Encoded:
+def encode(obj: Any, graph: list[torch.Tensor] | None = None) -> Encoded:
     """Encode ``obj``. What its ``__reduce__`` and the like raise comes out as it is."""
     try:
-        return _encode(_FastPickler, obj)
+        return _encode(_FastPickler, obj, graph)
     except (pickle.PicklingError, AttributeError):
         # No importable name. cloudpickle is imported only now: most programs never need it.
         try:
-            return _encode(_cloud_pickler(), obj)
+            return _encode(_cloud_pickler(), obj, graph)
         except pickle.PicklingError as error:
             raise TypeError(f"can't send {type(obj).__name__}: {error}") from error
 
 
-def encode_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Encoded:
+def encode_call(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], graph: list[torch.Tensor] | None = None
+) -> Encoded:
     """Encode a call: ``(args, kwargs)``, or ``(function, args, kwargs)`` where the function has no name to go by."""
     if function is not None:
-        return encode((function, args, kwargs))
+        return encode((function, args, kwargs), graph)
     if not kwargs and len(args) <= _MAX_PLAIN:
         plain = encode_plain(args)
         if plain is not None:
+            if graph is not None:
+                graph.extend([value for value in args if type(value) is _Tensor and value.requires_grad])
             return Encoded(plain[0], plain[1], args, PLAIN)
-    return encode((args, kwargs))
+    return encode((args, kwargs), graph)
 
 
 def decode_call(
@@ -110,15 +128,19 @@ def decode_call(
     return _loads(meta, buffers=buffers)  # type: ignore[no-any-return]
 
 
-def encode_value(value: Any) -> Encoded:
-    """Encode what a function returned."""
+def encode_value(value: Any, graph: list[torch.Tensor] | None = None) -> Encoded:
+    """Encode what a function returned. Functions of farprop's own may return what they have encoded."""
     if value is None:
         return _NONE
+    if type(value) is Encoded:
+        return value
     if type(value) in _SHORT:
         plain = encode_plain((value,))
         if plain is not None:
+            if graph is not None and type(value) is _Tensor and value.requires_grad:
+                graph.append(value)
             return Encoded(plain[0], plain[1], value, PLAIN)
-    return encode(value)
+    return encode(value, graph)
 
 
 def decode_value(meta: bytes | bytearray | memoryview, buffers: Sequence[Any], flags: int) -> Any:
@@ -155,7 +177,18 @@ def decode_with(items: Sequence[Any], decoder: Callable[..., Any], *args: Any) -
         _arriving.items = outer
 
 
-def _encode(pickler_type: Any, obj: Any, whole: frozenset[int] | None = None) -> Encoded:
+def decode_collecting(decoder: Callable[..., _R], *args: Any) -> tuple[_R, list[torch.Tensor]]:
+    """Call one of the decoders; what it returns, and the tensors in it that required grad, which are no leaves yet."""
+    outer, collecting.tensors = collecting.tensors, []
+    try:
+        return decoder(*args), collecting.tensors
+    finally:
+        collecting.tensors = outer
+
+
+def _encode(
+    pickler_type: Any, obj: Any, graph: list[torch.Tensor] | None, whole: frozenset[int] | None = None
+) -> Encoded:
     file = io.BytesIO()
     large: list[pickle.PickleBuffer] = []
 
@@ -169,10 +202,13 @@ def _encode(pickler_type: Any, obj: Any, whole: frozenset[int] | None = None) ->
     pickler = pickler_type(file, 5, buffer_callback=keep_out_of_band)
     if whole is not None:
         pickler.whole = whole
+    if graph is not None:
+        graph.clear()  # of a try that failed
+        pickler.graph = graph
     try:
         pickler.dump(obj)
     except SpanTooShort as short:
-        return _encode(pickler_type, obj, (whole or frozenset()) | {short.storage})
+        return _encode(pickler_type, obj, graph, (whole or frozenset()) | {short.storage})
     if not large:
         return Encoded(file.getvalue(), [], None, 0, pickler.travellers)
     return Encoded(file.getvalue(), [b.raw() for b in large], (pickler.sent, large), 0, pickler.travellers)

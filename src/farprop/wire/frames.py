@@ -27,7 +27,8 @@ FORGET = 4  # flag of a notice: the numbers are segments that the sender dropped
 PLAIN = 8  # flag of a request or an answer: the pickle is of wire/plain.py
 FORKS = 16  # flag of a request or an answer: references are listed in front of the pickle
 REMOTE = 32  # flag of a request: keep the value, which the first of those references is to
-_FLAGS = SYSTEM | PROFILED | FORGET | PLAIN | FORKS | REMOTE
+CONTEXT = 64  # flag of a request or an answer: of an autograd context, which stands in front of the pickle
+_FLAGS = SYSTEM | PROFILED | FORGET | PLAIN | FORKS | REMOTE | CONTEXT
 
 # kind, flags, buffers, name length, give-backs, call id, seconds left (0: no deadline), pickle length
 _HEADER = struct.Struct("<BBHHHQdQ")

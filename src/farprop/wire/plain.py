@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 import torch
 
-from farprop.wire.tensors import CODES, DTYPES, INLINE_LIMIT, dense, view_memory
+from farprop.wire.tensors import CODES, DTYPES, INLINE_LIMIT, dense, requiring_grad, view_memory
 
 ATOMS = frozenset((type(None), bool, int, float, str, bytes))
 _LOOKED_AT = ATOMS | {torch.Tensor}
@@ -106,7 +106,7 @@ def decode_plain(meta: Any, buffers: Sequence[Any]) -> Sequence[Any]:
                 values[index] = dense(data, code, size, requires_grad)
             else:
                 tensor = _from_numpy(_ndarray(size, numpy_dtype, data))
-                values[index] = tensor.requires_grad_() if requires_grad else tensor
+                values[index] = requiring_grad(tensor) if requires_grad else tensor
         mask >>= 1
         index += 1
     return values  # type: ignore[no-any-return]

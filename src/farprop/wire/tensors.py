@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import pickle
+import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -153,6 +154,24 @@ def reduce_tensor(tensor: torch.Tensor, sent: dict[int, Sent], whole: frozenset[
     return _strided, (data, code, size, stride, offset, tensor.requires_grad)
 
 
+class _Collecting(threading.local):
+    """The tensors that require grad in the message that this thread decodes, if somebody wants to know."""
+
+    tensors: list[torch.Tensor] | None = None
+
+
+collecting = _Collecting()
+
+
+def requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that required grad where it was sent: a leaf, unless whoever decodes gives it a place in a graph."""
+    tensors = collecting.tensors
+    if tensors is None:
+        return tensor.requires_grad_()
+    tensors.append(tensor)
+    return tensor
+
+
 # What follows runs at the other end, named in the pickle.
 
 
@@ -168,7 +187,7 @@ def dense(data: Any, code: int, size: tuple[int, ...], requires_grad: bool) -> t
     tensor = torch.frombuffer(data, dtype=DTYPES[code] or _dtype(code))
     if len(size) != 1:
         tensor.resize_(size)  # sets the shape without making a view: a view could not be detached in place
-    return tensor.requires_grad_() if requires_grad else tensor
+    return requiring_grad(tensor) if requires_grad else tensor
 
 
 def _strided(
@@ -177,7 +196,7 @@ def _strided(
     dtype = _dtype(code)
     count = memoryview(data).nbytes // dtype.itemsize
     tensor = torch.frombuffer(data, dtype=dtype, count=count).as_strided_(size, stride, offset)
-    return tensor.requires_grad_() if requires_grad else tensor
+    return requiring_grad(tensor) if requires_grad else tensor
 
 
 def _empty(code: int, size: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
@@ -195,4 +214,4 @@ def _view(
     dtype = _dtype(code)
     tensor = torch.empty(0, dtype=dtype)
     tensor.set_(carrier.untyped_storage(), offset // dtype.itemsize, size, stride)
-    return tensor.requires_grad_() if requires_grad else tensor
+    return requiring_grad(tensor) if requires_grad else tensor

@@ -101,6 +101,12 @@ class References:
         """A value of this worker that nobody elsewhere refers to yet."""
         return OwnedValue(self.new_id(), Value.FREED)
 
+    def clean_up(self, peer: int, context: GlobalId) -> None:
+        """An autograd context has ended, which another worker has: it has no more to do with references than this
+        way of telling it, once and surely.
+        """
+        self._post(peer, Operation(Kind.CLEANUP, context, context))
+
     # What comes with calls and answers
 
     def make(self, creator: int, rref: GlobalId, fork: GlobalId) -> OwnedValue | None:
@@ -251,6 +257,9 @@ class References:
             return self._revoke(rref, fork)
         if kind is Kind.RECALL:
             return self._recall(rref, fork)
+        if kind is Kind.CLEANUP:
+            self.effects.append(Effect(Happening.CONTEXT_ENDED, rref))
+            return True
         if flag:
             self._orphaned.add(rref)
         value = self.owned.get(rref)

@@ -35,6 +35,7 @@ class Kind(enum.IntEnum):
     FORGO = 4  # to the owner: the fork of a call that I got no answer to is gone, now or when the call comes
     REVOKE = 5  # to the receiver of a message that may be lost: if this fork has not come, don't take it
     RECALL = 6  # to the owner: the call that makes this value may be lost; if it has not come, don't run it
+    CLEANUP = 7  # to one who has it: this autograd context, which stands in the place of a value, has ended
 
 
 class Operation(NamedTuple):

@@ -1,0 +1,1 @@
+"""Distributed autograd: contexts, the nodes that stand for messages, and backward passes."""

@@ -1,0 +1,199 @@
+"""Autograd contexts: what one worker knows of a forward pass and its gradients."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+
+from farprop.errors import ProtocolError, UsageError
+from farprop.protocol.passes import PassId, Target
+from farprop.runtime.gradients.graph import Edge, Reach, reach_from
+from farprop.runtime.gradients.nodes import make_receive, make_send
+from farprop.wire.codec import Encoded, decode_collecting
+from farprop.wire.frames import CONTEXT
+
+if TYPE_CHECKING:
+    from farprop.runtime.gradients.local import LocalPass
+
+_R = TypeVar("_R")
+_HEAD = struct.Struct("<QQI")  # context, pair (0: no tensor requires grad), number of tensors that do
+COUNTER_BITS = 48
+_REMEMBERED = 10_000
+
+current_context: ContextVar[Context | None] = ContextVar("farprop_autograd_context", default=None)
+
+
+class Head(NamedTuple):
+    """What stands in front of the pickle of a message of a context."""
+
+    context_id: int
+    pair: int
+    tensors: int
+
+
+def take_head(frame: Any) -> Head:
+    """Take it off the frame."""
+    meta = frame.meta
+    if len(meta) < _HEAD.size:
+        raise ProtocolError("a message of an autograd context is too short")
+    head = Head(*_HEAD.unpack_from(meta))
+    frame.meta = memoryview(meta)[_HEAD.size :]
+    return head
+
+
+class Context:
+    """One autograd context on one worker. Methods may be called from any thread."""
+
+    def __init__(self, context_id: int, me: int, new_pair: Callable[[], int]) -> None:
+        self.id = context_id
+        self.me = me
+        self.sends: dict[int, Any] = {}
+        self.receives: dict[int, Any] = {}
+        self.known: set[int] = set()  # workers that clean-up has to go to
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.passes: dict[PassId, LocalPass] = {}
+        self.aborted: set[PassId] = set()
+        self.lock = threading.Lock()
+        self.is_released = False
+        self._new_pair = new_pair
+        self._reaches: dict[int, Reach] = {}
+        self._roots: tuple[tuple[Edge, ...], Reach] | None = None
+
+    # Messages
+
+    def send(self, to: int, encode: Callable[[list[torch.Tensor] | None], Encoded]) -> Encoded:
+        """A message of this context: ``encode`` fills the list it gets with the tensors that require grad."""
+        if to != self.me:
+            self.known.add(to)
+        if not torch.is_grad_enabled():
+            return _with_head(encode(None), self.id, 0, 0)
+        tensors: list[torch.Tensor] = []
+        encoded = encode(tensors)
+        if not tensors:
+            return _with_head(encoded, self.id, 0, 0)
+        pair = self._new_pair()
+        self.sends[pair] = make_send(tensors)
+        return _with_head(encoded, self.id, pair, len(tensors))
+
+    def receive(self, sender: int, head: Head, decoder: Callable[..., _R], *args: Any) -> _R:
+        """Decode a message of this context; its tensors that require grad become outputs of a receive."""
+        if sender != self.me:
+            self.known.add(sender)
+        if not head.pair or self.is_released:
+            return decoder(*args)
+        value, tensors = decode_collecting(decoder, *args)
+        if len(tensors) != head.tensors:
+            raise ProtocolError(f"a message should have {head.tensors} tensors that require grad, not {len(tensors)}")
+        node = make_receive(tensors, self.id, Target(sender, head.pair))
+        if node is not None:
+            self.receives[head.pair] = node
+        return value
+
+    # The graph
+
+    def reach_of(self, pair: int) -> Reach:
+        """What a send leads to; found once."""
+        reach = self._reaches.get(pair)
+        if reach is None:
+            reach = self._reaches[pair] = reach_from(self.sends[pair].next_functions)
+        return reach
+
+    def reach_of_roots(self, edges: tuple[Edge, ...], again: bool) -> Reach:
+        """What these roots lead to; remembered if a pass from them may come ``again``."""
+        if self._roots is not None and self._roots[0] == edges:
+            return self._roots[1]
+        reach = reach_from(edges)
+        self._roots = (edges, reach) if again else None
+        return reach
+
+    # Under torch's names, for people and tests
+
+    def _context_id(self) -> int:
+        return self.id
+
+    def _send_functions(self) -> dict[int, Any]:
+        return dict(self.sends)
+
+    def _recv_functions(self) -> dict[int, Any]:
+        return dict(self.receives)
+
+    def _known_worker_ids(self) -> set[int]:
+        return set(self.known)
+
+    def __repr__(self) -> str:
+        return (
+            f"<autograd context {self.id} of worker {self.id >> COUNTER_BITS}: {len(self.sends)} sends, "
+            f"{len(self.receives)} receives, {len(self.gradients)} gradients>"
+        )
+
+
+def _with_head(encoded: Encoded, context_id: int, pair: int, count: int) -> Encoded:
+    meta = _HEAD.pack(context_id, pair, count) + encoded.meta
+    return Encoded(meta, encoded.buffers, encoded.keep, encoded.flags | CONTEXT, encoded.travellers)
+
+
+class Contexts:
+    """All contexts of a worker."""
+
+    def __init__(self, me: int) -> None:
+        self._me = me
+        self._base = me << COUNTER_BITS
+        self._lock = threading.Lock()
+        self._contexts: dict[int, Context] = {}
+        self._ended: OrderedDict[int, None] = OrderedDict()  # so that a late message does not bring one back
+        self._context_numbers = itertools.count(1)
+        self._pair_numbers = itertools.count(1)
+
+    @property
+    def max_id(self) -> int:
+        return self._base + (1 << COUNTER_BITS) - 1
+
+    def new_pair(self) -> int:
+        return self._base + next(self._pair_numbers)
+
+    def new(self) -> Context:
+        context = Context(self._base + next(self._context_numbers), self._me, self.new_pair)
+        self._contexts[context.id] = context
+        return context
+
+    def find(self, context_id: int) -> Context:
+        context = self._contexts.get(context_id)
+        if context is None:
+            ended = " It has ended." if context_id in self._ended else ""
+            raise UsageError(f"Could not find autograd context with id: {context_id}.{ended}")
+        return context
+
+    def meet(self, context_id: int) -> Context | None:
+        """The context of a message that came; made if this worker has not heard of it, None if it has ended."""
+        context = self._contexts.get(context_id)
+        if context is None:
+            with self._lock:
+                context = self._contexts.get(context_id)
+                # One of ours that is not there has ended, however long ago that was.
+                if context is None and context_id not in self._ended and context_id >> COUNTER_BITS != self._me:
+                    context = self._contexts[context_id] = Context(context_id, self._me, self.new_pair)
+        return context
+
+    def release(self, context_id: int) -> Context | None:
+        """Forget a context; returns it if there was one."""
+        with self._lock:
+            context = self._contexts.pop(context_id, None)
+            self._ended[context_id] = None
+            if len(self._ended) > _REMEMBERED:
+                self._ended.popitem(last=False)
+        if context is not None:
+            context.is_released = True
+        return context
+
+    def all(self) -> list[Context]:
+        return list(self._contexts.values())
+
+    def __len__(self) -> int:
+        return len(self._contexts)
