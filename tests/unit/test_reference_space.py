@@ -103,6 +103,12 @@ class Worker:
         self.space.expire(FOREVER)
         self.courier.run_jobs()
 
+    def answer_all(self) -> None:
+        """Answer every batch once, those that follow from an answer too: there was nothing to do it on."""
+        for rank, number, data in self.courier.sent:  # which grows meanwhile
+            self.space._batches.answered(rank, Reply(number, bytes(len(unpack_operations(data)))))
+            self.turn()
+
     def assert_empty(self) -> None:
         assert not any(self.space.counts().values()), self.space.counts()
         assert self.space.settled
@@ -265,6 +271,28 @@ def test_a_batch_that_can_not_be_sent_is_sent_again_whatever_the_reason(worker: 
     assert worker.courier.sent_kinds() == [(ANN, Kind.DELETE)]
     worker.space._batches.answered(ANN, Reply(worker.courier.sent[0][1], b"\1"))
     worker.assert_empty()
+
+
+def test_what_is_to_be_sent_while_an_answer_is_taken_in_is_not_forgotten(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread wants to send when the answer is there and the machine has not heard of it yet."""
+    first, second = (worker.pass_own(worker.owned(), ANN) for _ in range(2))
+    batches = worker.space._batches
+    take_in = batches._replied
+
+    def another_is_faster(peer: int, reply: Reply) -> None:
+        monkeypatch.setattr(batches, "_replied", take_in)
+        worker.space.doubted([second])
+        worker.courier.run_jobs()
+        take_in(peer, reply)
+
+    worker.space.doubted([first])
+    worker.turn()
+    monkeypatch.setattr(batches, "_replied", another_is_faster)
+    worker.answer_all()
+    worker.assert_empty()
+    assert [number for _, number, _ in worker.courier.sent] == [1, 2]  # and none was sent twice
 
 
 # Interrupts

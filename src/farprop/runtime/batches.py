@@ -110,10 +110,7 @@ class Batches:
     def _transmit(self, peer: int) -> None:
         batch = self._outgoing(peer)
         if batch is None:
-            with self._lock:
-                self._sending.discard(peer)
-            if self._outgoing(peer) is not None:
-                self.send(peer)  # it came after we looked
+            self._go_on(peer)
             return
         try:
             operations = pack_operations(batch.operations)
@@ -123,10 +120,18 @@ class Batches:
             self.unanswered(peer)
 
     def answered(self, peer: int, reply: Reply) -> None:
+        # First of all: until it is taken in, whoever may send would send the same batch again.
+        self._replied(peer, reply)
+        with self._lock:
+            self._waits.pop(peer, None)
+        self._go_on(peer)
+
+    def _go_on(self, peer: int) -> None:
+        """Nothing is on its way to this worker any more. Others may have left it to us to send what came meanwhile."""
         with self._lock:
             self._sending.discard(peer)
-            self._waits.pop(peer, None)
-        self._replied(peer, reply)
+        if self._outgoing(peer) is not None:
+            self.send(peer)
 
     def unanswered(self, peer: int) -> None:
         """It may have come or not: it is sent again, with the same number."""
