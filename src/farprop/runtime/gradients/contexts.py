@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 from farprop.errors import ProtocolError, UsageError
-from farprop.protocol.passes import PassId, Target
-from farprop.runtime.gradients.graph import Edge, Reach, reach_from
-from farprop.runtime.gradients.nodes import make_receive, make_send
+from farprop.protocol.passes import ROOTS, PassId, Target
+from farprop.runtime.gradients.graph import Edge, Plan, Reach, check_context, reach_from
+from farprop.runtime.gradients.nodes import SendRpcBackward, make_receive
 from farprop.wire.codec import Encoded, decode_collecting
 from farprop.wire.frames import CONTEXT
 
@@ -54,7 +54,7 @@ class Context:
     def __init__(self, context_id: int, me: int, new_pair: Callable[[], int]) -> None:
         self.id = context_id
         self.me = me
-        self.sends: dict[int, Any] = {}
+        self.sends: dict[int, SendRpcBackward] = {}
         self.receives: dict[int, Any] = {}
         self.known: set[int] = set()  # workers that clean-up has to go to
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
@@ -64,7 +64,7 @@ class Context:
         self.is_released = False
         self._new_pair = new_pair
         self._reaches: dict[int, Reach] = {}
-        self._roots: tuple[tuple[Edge, ...], Reach] | None = None
+        self._plan: tuple[int, tuple[Edge, ...], Plan] | None = None
 
     # Messages
 
@@ -79,7 +79,7 @@ class Context:
         if not tensors:
             return _with_head(encoded, self.id, 0, 0)
         pair = self._new_pair()
-        self.sends[pair] = make_send(tensors)
+        self.sends[pair] = SendRpcBackward(tensors)
         return _with_head(encoded, self.id, pair, len(tensors))
 
     def receive(self, sender: int, head: Head, decoder: Callable[..., _R], *args: Any) -> _R:
@@ -98,19 +98,27 @@ class Context:
 
     # The graph
 
-    def reach_of(self, pair: int) -> Reach:
+    def plan(self, roots: tuple[Edge, ...], again: bool) -> Plan:
+        """How the sends and these roots share the graph. Made once for each, if nothing that matters can change."""
+        known = self._plan
+        if known is not None and known[0] == len(self.sends) and known[1] == roots:
+            return known[2]
+        sources = {pair: self._reach_of(pair) for pair in list(self.sends)}
+        if roots:
+            sources[ROOTS] = reach_from(roots)
+        for reach in sources.values():
+            check_context(reach, self.id)
+        plan = Plan(sources)
+        # The roots' graph lives as long as the plan, so it is kept only if another pass may come.
+        if plan.is_constant and (again or not roots):
+            self._plan = len(plan.sources) - bool(roots), roots, plan
+        return plan
+
+    def _reach_of(self, pair: int) -> Reach:
         """What a send leads to; found once."""
         reach = self._reaches.get(pair)
         if reach is None:
             reach = self._reaches[pair] = reach_from(self.sends[pair].next_functions)
-        return reach
-
-    def reach_of_roots(self, edges: tuple[Edge, ...], again: bool) -> Reach:
-        """What these roots lead to; remembered if a pass from them may come ``again``."""
-        if self._roots is not None and self._roots[0] == edges:
-            return self._roots[1]
-        reach = reach_from(edges)
-        self._roots = (edges, reach) if again else None
         return reach
 
     # Under torch's names, for people and tests

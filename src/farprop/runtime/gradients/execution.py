@@ -73,6 +73,8 @@ class Execution:
         ready[edge] = gradient if old is None else add(old, gradient)
 
     def _engine(self, roots: Gradients, reach: Reach) -> Gradients:
+        if reach.is_leaves_alone and not any(leaf.variable._backward_hooks for leaf in reach.leaves):
+            return roots  # the engine would give them back as they are
         sinks: list[Edge] = [*((leaf, 0) for leaf in reach.leaves), *reach.receives]
         if not sinks or not roots:
             return {}  # without sinks, the engine would write to .grad

@@ -25,6 +25,11 @@ class Reach(NamedTuple):
     leaves: list[Node]
     receives: set[Edge]
 
+    @property
+    def is_leaves_alone(self) -> bool:
+        """Nothing lies between the edges and leaves."""
+        return len(self.nodes) == len(self.leaves)
+
     def targets(self) -> dict[Target, Node]:
         return {node.target: node for node, _ in self.receives}
 
@@ -62,6 +67,7 @@ class Plan:
         self.unit_of: dict[Node, int] = {}  # of nodes that more than one source reaches
         self.own_unit: dict[int, int] = {}  # of what a source reaches alone
         shared = _shared(sources)
+        self.is_constant = not shared  # else the hooks of leaves matter, which come and go
         masks: dict[frozenset[int], int] = {}
         targets: list[list[Target]] = []
         for source, reach in sources.items():

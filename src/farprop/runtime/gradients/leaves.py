@@ -44,21 +44,28 @@ def _nothing(*gradients: Any) -> None:
 
 def through_hooks(node: Any, gradient: torch.Tensor) -> torch.Tensor | None:
     """The gradient to add, after the hooks in front of the node. The hooks of the tensor itself have run."""
+    hooks = _hooks_of(node)[0]
+    if not hooks:
+        return gradient
     after: torch.Tensor | None = gradient
-    for hook in list(_hooks_of(node)[0].values()):
-        result = hook((after,))
-        if result is not None:
-            after = result[0] if isinstance(result, tuple) else result
+    with torch.no_grad():
+        for hook in list(hooks.values()):
+            result = hook((after,))
+            if result is not None:
+                after = result[0] if isinstance(result, tuple) else result
     return after
 
 
 def tell_hooks(node: Any, gradient: torch.Tensor) -> None:
     """The gradient was added: run the hooks behind the node, and those for after accumulation."""
-    for hook in list(_hooks_of(node)[1].values()):
-        hook((), (gradient,))
     leaf = node.variable
-    for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
-        hook(leaf)
+    behind, after = _hooks_of(node)[1], leaf._post_accumulate_grad_hooks
+    if behind or after:
+        with torch.no_grad():
+            for hook in list(behind.values()):
+                hook((), (gradient,))
+            for hook in list((after or {}).values()):
+                hook(leaf)
 
 
 def first_gradient(leaf: torch.Tensor, gradient: torch.Tensor, is_alone: bool) -> torch.Tensor:
@@ -69,14 +76,13 @@ def first_gradient(leaf: torch.Tensor, gradient: torch.Tensor, is_alone: bool) -
             return gradient if is_alone else gradient.clone()
         tidy = gradient._indices().is_contiguous() and gradient._values().is_contiguous()
         return gradient if is_alone and tidy else gradient.clone()
+    if leaf.layout is not torch.strided:
+        return gradient.detach() if is_alone else gradient.detach().clone(memory_format=torch.contiguous_format)
     if is_alone and gradient.stride() == leaf.stride():
         return gradient.detach() if gradient.requires_grad else gradient
-    if leaf.layout is not torch.strided:
-        return gradient.detach().clone(memory_format=torch.contiguous_format)
     return torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient.detach())
 
 
 def add(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """The sum of two gradients, sparse if both are. Out of place: others may have either."""
-    with torch.no_grad():
-        return new + old if old.is_sparse and not new.is_sparse else old + new
+    return new + old if old.is_sparse and not new.is_sparse else old + new

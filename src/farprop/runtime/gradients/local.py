@@ -11,9 +11,10 @@ import torch
 from farprop.protocol.passes import ROOTS, GradientPass, PassId, Run, Target
 from farprop.runtime.gradients.contexts import Context
 from farprop.runtime.gradients.execution import Execution, Gradient, Gradients
-from farprop.runtime.gradients.graph import Edge, Plan, check_context
+from farprop.runtime.gradients.graph import Edge
 from farprop.runtime.gradients.leaves import add, first_gradient, tell_hooks, through_hooks
 from farprop.runtime.gradients.nodes import LEAF_TYPE
+from farprop.runtime.gradients.records import RECEIVE, recorded
 
 
 class LocalPass:
@@ -28,14 +29,9 @@ class LocalPass:
         self.keep_graph = keep_graph
         self.lock = threading.Lock()
         self.partners: set[int] = set()  # workers that gradients were sent to
-        sources = {pair: context.reach_of(pair) for pair in list(context.sends)}
-        if roots:
-            sources[ROOTS] = context.reach_of_roots(roots, again=keep_graph)
-        for reach in sources.values():
-            check_context(reach, context.id)
-        self._plan = Plan(sources)
+        self._plan = context.plan(roots, again=keep_graph)
         self._roots = roots
-        self.machine = GradientPass(me, pass_id.origin, fast, self._plan.units, frozenset(sources))
+        self.machine = GradientPass(me, pass_id.origin, fast, self._plan.units, frozenset(self._plan.sources))
         self._execution = Execution(self._plan, keep_graph)
         self._came: dict[int, list[Gradient]] = {}
         self._going: dict[Target, list[Gradient]] = {}
@@ -56,7 +52,8 @@ class LocalPass:
 
     def take_gradients(self, target: Target) -> list[Gradient]:
         """The gradients for a target; all None if the graph computed none."""
-        return self._going.pop(target, [])
+        with recorded(RECEIVE):
+            return self._going.pop(target, [])
 
     def _distribute(self, captured: Gradients) -> None:
         uses = Counter(map(id, captured.values()))

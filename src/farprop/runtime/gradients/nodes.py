@@ -1,7 +1,7 @@
 """The two nodes that stand for a message in the graphs of its two ends.
 
 They are never run as other nodes are: a pass starts behind a send and stops in front of a receive. Their names are
-torch's, because people look at them.
+torch's, because people look at them. No node leads to a send, so it need not be one of torch's, which take time to make.
 """
 
 from __future__ import annotations
@@ -17,8 +17,44 @@ from farprop.protocol.passes import Target
 _token = torch.empty(0, requires_grad=True)
 
 
-def _forward_of_send(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0)
+class SendRpcBackward:
+    """Where a message left this worker. ``next_functions`` are the edges of its tensors that require grad."""
+
+    __slots__ = ("_edges", "_ends")
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        # Not the tensors themselves: their memory may be freed. Leaves are kept alive by the graph in any case.
+        self._ends: list[Any] = [t if (node := t.grad_fn) is None else (node, t.output_nr) for t in tensors]
+        self._edges: tuple[tuple[Any, int], ...] | None = None
+
+    @property
+    def next_functions(self) -> tuple[tuple[Any, int], ...]:
+        if self._edges is None:
+            self._edges = tuple([end if type(end) is tuple else _edge_of_leaf(end) for end in self._ends])
+            self._ends.clear()
+        return self._edges
+
+    def name(self) -> str:
+        return "torch::distributed::autograd::SendRpcBackward"
+
+    def __repr__(self) -> str:
+        return f"<SendRpcBackward of {len(self.next_functions)} tensors>"
+
+
+def _edge_of_leaf(leaf: torch.Tensor) -> tuple[Any, int]:
+    with torch.enable_grad():
+        # A sparse tensor has no views; a function that drops its input leads to any.
+        made: Any = leaf.view_as(leaf) if leaf.layout is torch.strided else _touch(leaf)
+        return made.grad_fn.next_functions[0]  # type: ignore[no-any-return]
+
+
+class _Touch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0)
+
+
+_touch: Any = _Touch.apply
 
 
 def _forward_of_receive(
@@ -38,22 +74,13 @@ def _refuse(ctx: Any, *gradients: Any) -> Any:
     )
 
 
-def _function(name: str, forward: Any) -> Any:
-    return type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(_refuse)})
-
-
-_Send = _function("torch::distributed::autograd::SendRpc", _forward_of_send)
-_Receive = _function("torch::distributed::autograd::RecvRpc", _forward_of_receive)
+_Receive: Any = type(
+    "torch::distributed::autograd::RecvRpc",
+    (torch.autograd.Function,),
+    {"forward": staticmethod(_forward_of_receive), "backward": staticmethod(_refuse)},
+)
 RECEIVE_TYPE: Any = _Receive._backward_cls
 LEAF_TYPE: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-SEND_NAME = "torch::distributed::autograd::SendRpcBackward"
-RECEIVE_NAME = "torch::distributed::autograd::RecvRpcBackward"
-
-
-def make_send(tensors: list[torch.Tensor]) -> Any:
-    """A node whose ``next_functions`` are the edges of these tensors."""
-    with torch.enable_grad():
-        return _Send.apply(*tensors).grad_fn
 
 
 def make_receive(tensors: list[torch.Tensor], context_id: int, target: Target) -> Any:

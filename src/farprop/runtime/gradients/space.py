@@ -39,6 +39,8 @@ from farprop.runtime.gradients.contexts import COUNTER_BITS, Context, Contexts
 from farprop.runtime.gradients.execution import Gradient
 from farprop.runtime.gradients.graph import Edge
 from farprop.runtime.gradients.local import LocalPass
+from farprop.runtime.gradients.payload import flat, restored
+from farprop.runtime.gradients.records import PASS, SEND, recorded
 from farprop.runtime.links import FutureCall
 from farprop.runtime.message_types import PROPAGATE
 from farprop.wire.codec import Encoded, decode_call, encode_call
@@ -79,21 +81,28 @@ class Post(Protocol):
 
 
 class _Origin:
-    """What the thread that called ``backward`` waits for."""
+    """What the thread that called ``backward`` waits for. It looks again whenever the bell rings."""
 
     def __init__(self) -> None:
-        self.bell = threading.Semaphore(0)
+        self.bell = threading.Lock()
+        self.bell.acquire()
         self.events: deque[Action] = deque()
         self.error: BaseException | None = None
 
     def tell(self, action: Action) -> None:
         self.events.append(action)
-        self.bell.release()
+        self._ring()
 
     def fail(self, error: BaseException) -> None:
         if self.error is None:
             self.error = error
-        self.bell.release()
+        self._ring()
+
+    def _ring(self) -> None:
+        try:
+            self.bell.release()
+        except RuntimeError:
+            pass  # it has rung, and nobody has looked yet
 
 
 class _GradientCall(FutureCall):
@@ -157,10 +166,11 @@ class GradientSpace:
             context.passes[pass_id] = local
         try:
             local.bring(ROOTS, gradients)
-            with local.lock:
-                actions = local.machine.start()
-            self._perform(local, actions, deadline=deadline, waits=True)
-            self._wait(local, origin, deadline, timeout)
+            with recorded(PASS):
+                with local.lock:
+                    actions = local.machine.start()
+                self._perform(local, actions, deadline=deadline, waits=True)
+                self._wait(local, origin, deadline, timeout)
         except BaseException as error:
             local.machine.fail()
             self._abort_everywhere(local)
@@ -179,7 +189,7 @@ class GradientSpace:
             if not origin.events:
                 left = deadline - time.monotonic() if deadline else None
                 with self._post.blocked():
-                    in_time = origin.bell.acquire(timeout=left) if left is None or left > 0 else False
+                    in_time = origin.bell.acquire(timeout=-1 if left is None else max(left, 0.0))
                 if not in_time:
                     raise RpcTimeoutError(self._stuck_text(local, timeout))
                 continue
@@ -229,7 +239,7 @@ class GradientSpace:
             elif isinstance(action, Send):
                 worker = action.target.worker
                 if worker == back_to:
-                    gradients = local.take_gradients(action.target)
+                    gradients = flat(local.take_gradients(action.target))
                     back += (self._head(local, action.target.pair, action.share), len(gradients), *gradients)
                 elif worker == self.me:
                     gradients = local.take_gradients(action.target)
@@ -257,7 +267,11 @@ class GradientSpace:
 
     def _execute(self, local: LocalPass, run: Run) -> list[Action]:
         try:
-            local.execute(run)
+            if run.source:
+                with recorded(SEND):
+                    local.execute(run)
+            else:
+                local.execute(run)
         except BaseException as error:
             raise self._blamed(local, run, error) from error
         with local.lock:
@@ -293,7 +307,7 @@ class GradientSpace:
 
     def _message(self, local: LocalPass, send: Send) -> Encoded:
         local.partners.add(send.target.worker)
-        gradients = local.take_gradients(send.target)
+        gradients = flat(local.take_gradients(send.target))
         return encode_call(None, (self.me, self._head(local, send.target.pair, send.share), *gradients), {})
 
     def _send(self, local: LocalPass, send: Send) -> None:
@@ -316,7 +330,7 @@ class GradientSpace:
         while at < len(back):
             head, count = unpack_head(back[at]), back[at + 1]
             at += 2
-            actions += self._come(local, head.pair, list(back[at : at + count]), head.share)
+            actions += self._come(local, head.pair, restored(back[at : at + count]), head.share)
             at += count
         if back[0] is not None:
             with local.lock:
@@ -345,7 +359,7 @@ class GradientSpace:
         local = self._local(head)
         local.partners.add(sender)
         try:
-            actions = self._come(local, head.pair, list(gradients), head.share)
+            actions = self._come(local, head.pair, restored(gradients), head.share)
             back = self._perform(local, actions, back_to=sender)
         except BaseException as error:
             self._stop(local)

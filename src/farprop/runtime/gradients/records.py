@@ -1,0 +1,19 @@
+"""What profiles show of a backward pass, under torch's names."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+PASS = "torch::distributed::autograd::backward"
+SEND = "torch::distributed::autograd::SendRpcBackward"
+RECEIVE = "torch::distributed::autograd::RecvRpcBackward"
+
+_is_enabled = torch.autograd._profiler_enabled
+_NOTHING = nullcontext()
+
+
+def recorded(name: str) -> AbstractContextManager[object]:
+    """``with recorded(PASS):`` shows the block in the profile that this thread is under, if any."""
+    return torch.autograd.profiler.record_function(name) if _is_enabled() else _NOTHING
