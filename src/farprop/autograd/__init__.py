@@ -26,7 +26,15 @@ from farprop.runtime.gradients.contexts import current_context
 from farprop.runtime.gradients.roots import backward_from
 from farprop.runtime.gradients.space import GradientSpace
 
-__all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "get_mode", "set_mode"]
+__all__ = [
+    "DistAutogradContext",
+    "backward",
+    "context",
+    "detect_anomaly",
+    "get_gradients",
+    "get_mode",
+    "set_mode",
+]
 
 
 class context:  # noqa: N801
@@ -76,6 +84,14 @@ def backward(
     agent = current_agent()
     seconds = agent.rpc_timeout if timeout is None else checked_timeout(timeout)
     backward_from(agent.gradients, context_id, roots, retain_graph, _is_fast(mode), seconds)
+
+
+class detect_anomaly(torch.autograd.detect_anomaly):  # noqa: N801
+    """``with detect_anomaly():`` around a forward and a backward pass finds the node that fails or gives NaN.
+
+    The error of ``backward`` then shows the line of the forward pass that the node is of, on the worker where it ran,
+    and the calls that led there. It is slow. Torch's own ``detect_anomaly`` does the same here.
+    """
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:

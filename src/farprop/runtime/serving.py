@@ -21,6 +21,7 @@ from farprop.runtime import profiling
 from farprop.runtime.cells import Later, not_a_future
 from farprop.runtime.coroutines import CoroutineThread
 from farprop.runtime.door import Door
+from farprop.runtime.gradients import anomaly
 from farprop.runtime.gradients.contexts import Context, Contexts, current_context, take_head
 from farprop.runtime.loop import HANGUP, IN, OUT, STALL, Loop
 from farprop.runtime.references import ReferenceSpace
@@ -46,7 +47,7 @@ class Reply:
     it; ``record`` gives what a profile recorded; ``context`` is the autograd context of the request.
     """
 
-    __slots__ = ("call_id", "connection", "context", "creation", "flags", "record")
+    __slots__ = ("call_id", "connection", "context", "creation", "flags", "record", "trail")
 
     def __init__(self, connection: Connection, flags: int, call_id: int, creation: OwnedValue | None) -> None:
         self.connection = connection
@@ -55,6 +56,7 @@ class Reply:
         self.creation = creation
         self.record: Record | None = None
         self.context: Context | None = None
+        self.trail = ""  # in anomaly mode: where the call comes from
 
 
 class Server:
@@ -225,6 +227,8 @@ class Server:
                 value, reply.record = profiling.run_profiled(settings, function, args, kwargs)
             elif profiling.served_calls:
                 value = profiling.run_served(function, args, kwargs)
+            elif reply.trail:
+                value = anomaly.run_with_trail(reply.trail, function, args, kwargs)
             else:
                 value = function(*args, **kwargs)
         except BaseException as error:
@@ -260,6 +264,7 @@ class Server:
         if context is None:
             return decode_with(items, self._decode, frame)  # type: ignore[no-any-return]
         reply.context = context
+        reply.trail = head.trail
         return context.receive(reply.connection.rank, head, decode_with, items, self._decode, frame)  # type: ignore[no-any-return]
 
     def _answer_with(self, reply: Reply, value: Any) -> None:
@@ -311,7 +316,7 @@ class Server:
         connection, record = reply.connection, reply.record
         try:
             if reply.context is not None:
-                encoded = self._encode_in_context(reply.context, connection.rank, value, record)
+                encoded = self._encode_in_context(reply.context, connection.rank, value, record, reply.trail)
             else:
                 encoded = encode_value(value) if record is None else encode((value, record()))
             if encoded.travellers:
@@ -323,13 +328,13 @@ class Server:
         del value
         self._send(reply, ANSWER, encoded, forks)
 
-    def _encode_in_context(self, context: Context, to: int, value: Any, record: Record | None) -> Encoded:
+    def _encode_in_context(self, context: Context, to: int, value: Any, record: Record | None, trail: str) -> Encoded:
         if value is None or context.is_released:
             return encode_value(value) if record is None else encode((value, record()))
         if record is None:
-            return context.send(to, lambda graph: encode_value(value, graph))
+            return context.send(to, lambda graph: encode_value(value, graph), trail)
         whole = (value, record())
-        return context.send(to, lambda graph: encode(whole, graph))
+        return context.send(to, lambda graph: encode(whole, graph), trail)
 
     def _fail(self, reply: Reply, error: BaseException) -> None:
         if reply.creation is None:

@@ -14,6 +14,7 @@ import torch
 
 from farprop.errors import ProtocolError, UsageError
 from farprop.protocol.passes import ROOTS, PassId, Target
+from farprop.runtime.gradients import anomaly
 from farprop.runtime.gradients.graph import Edge, Plan, Reach, check_context, reach_from
 from farprop.runtime.gradients.nodes import SendRpcBackward, make_receive
 from farprop.wire.codec import Encoded, decode_collecting
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from farprop.runtime.gradients.local import LocalPass
 
 _R = TypeVar("_R")
-_HEAD = struct.Struct("<QQI")  # context, pair (0: no tensor requires grad), number of tensors that do
+# context, pair (0: no tensor requires grad), number of tensors that do, length of the trail of an anomaly mode
+_HEAD = struct.Struct("<QQII")
 COUNTER_BITS = 48
 _REMEMBERED = 10_000
 
@@ -36,6 +38,7 @@ class Head(NamedTuple):
     context_id: int
     pair: int
     tensors: int
+    trail: str
 
 
 def take_head(frame: Any) -> Head:
@@ -43,9 +46,11 @@ def take_head(frame: Any) -> Head:
     meta = frame.meta
     if len(meta) < _HEAD.size:
         raise ProtocolError("a message of an autograd context is too short")
-    head = Head(*_HEAD.unpack_from(meta))
-    frame.meta = memoryview(meta)[_HEAD.size :]
-    return head
+    context_id, pair, tensors, length = _HEAD.unpack_from(meta)
+    end = _HEAD.size + length
+    trail = bytes(meta[_HEAD.size : end]).decode(errors="replace") if length else ""
+    frame.meta = memoryview(meta)[end:]
+    return Head(context_id, pair, tensors, trail)
 
 
 class Context:
@@ -62,25 +67,34 @@ class Context:
         self.aborted: set[PassId] = set()
         self.lock = threading.Lock()
         self.is_released = False
+        self.trails: dict[int, str] = {}  # of sends, in anomaly mode: the calls that led to them
         self._new_pair = new_pair
         self._reaches: dict[int, Reach] = {}
         self._plan: tuple[int, tuple[Edge, ...], Plan] | None = None
 
     # Messages
 
-    def send(self, to: int, encode: Callable[[list[torch.Tensor] | None], Encoded]) -> Encoded:
-        """A message of this context: ``encode`` fills the list it gets with the tensors that require grad."""
+    def send(self, to: int, encode: Callable[[list[torch.Tensor] | None], Encoded], answers: str = "") -> Encoded:
+        """A message of this context: ``encode`` fills the list it gets with the tensors that require grad.
+
+        ``answers`` is the trail of the call that this is the answer to, in anomaly mode.
+        """
         if to != self.me:
             self.known.add(to)
-        if not torch.is_grad_enabled():
-            return _with_head(encode(None), self.id, 0, 0)
         tensors: list[torch.Tensor] = []
-        encoded = encode(tensors)
-        if not tensors:
-            return _with_head(encoded, self.id, 0, 0)
-        pair = self._new_pair()
-        self.sends[pair] = SendRpcBackward(tensors)
-        return _with_head(encoded, self.id, pair, len(tensors))
+        encoded = encode(tensors if torch.is_grad_enabled() else None)
+        pair = 0
+        if tensors:
+            pair = self._new_pair()
+            self.sends[pair] = SendRpcBackward(tensors)
+        trail = b""
+        if answers:
+            self.trails[pair] = answers
+        elif anomaly.is_enabled():
+            self.trails[pair] = anomaly.current_trail.get()
+            trail = anomaly.trail_from_here(f"worker {self.me}").encode()
+        meta = _HEAD.pack(self.id, pair, len(tensors), len(trail)) + trail + encoded.meta
+        return Encoded(meta, encoded.buffers, encoded.keep, encoded.flags | CONTEXT, encoded.travellers)
 
     def receive(self, sender: int, head: Head, decoder: Callable[..., _R], *args: Any) -> _R:
         """Decode a message of this context; its tensors that require grad become outputs of a receive."""
@@ -140,11 +154,6 @@ class Context:
             f"<autograd context {self.id} of worker {self.id >> COUNTER_BITS}: {len(self.sends)} sends, "
             f"{len(self.receives)} receives, {len(self.gradients)} gradients>"
         )
-
-
-def _with_head(encoded: Encoded, context_id: int, pair: int, count: int) -> Encoded:
-    meta = _HEAD.pack(context_id, pair, count) + encoded.meta
-    return Encoded(meta, encoded.buffers, encoded.keep, encoded.flags | CONTEXT, encoded.travellers)
 
 
 class Contexts:

@@ -86,6 +86,9 @@ class Plan:
                 targets[number].append(node.target)
         self.units = [Unit(mask, tuple(targets[number])) for mask, number in masks.items()]
 
+    def nodes(self) -> set[Node]:
+        return set().union(*[reach.nodes for reach in self.sources.values()])
+
 
 def _shared(sources: Mapping[int, Reach]) -> set[Node]:
     shared: set[Node] = set()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from farprop.protocol.passes import ROOTS, GradientPass, PassId, Run, Target
+from farprop.runtime.gradients.anomaly import watched
 from farprop.runtime.gradients.contexts import Context
 from farprop.runtime.gradients.execution import Execution, Gradient, Gradients
 from farprop.runtime.gradients.graph import Edge
@@ -21,12 +22,20 @@ class LocalPass:
     """``lock`` guards the machine; the graph runs outside of it, one run at a time."""
 
     def __init__(
-        self, context: Context, me: int, pass_id: PassId, fast: bool, keep_graph: bool, roots: tuple[Edge, ...] = ()
+        self,
+        context: Context,
+        me: int,
+        pass_id: PassId,
+        fast: bool,
+        keep_graph: bool,
+        anomaly: bool,
+        roots: tuple[Edge, ...] = (),
     ) -> None:
         self.context = context
         self.id = pass_id
         self.fast = fast
         self.keep_graph = keep_graph
+        self.anomaly = anomaly
         self.lock = threading.Lock()
         self.partners: set[int] = set()  # workers that gradients were sent to
         self._plan = context.plan(roots, again=keep_graph)
@@ -42,6 +51,15 @@ class LocalPass:
         self._came[source] = gradients
 
     def execute(self, run: Run) -> None:
+        """Run what the machine wants run."""
+        if not self.anomaly:
+            self._execute(run)
+            return
+        trail = self.context.trails.get(run.source or ROOTS, "")
+        with watched(self._plan.nodes(), trail, f"worker {self.machine.me}"):
+            self._execute(run)
+
+    def _execute(self, run: Run) -> None:
         if run.source is None:
             captured = self._execution.run((), None, run.units)
         else:

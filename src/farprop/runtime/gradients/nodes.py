@@ -1,7 +1,7 @@
 """The two nodes that stand for a message in the graphs of its two ends.
 
 They are never run as other nodes are: a pass starts behind a send and stops in front of a receive. Their names are
-torch's, because people look at them. No node leads to a send, so it need not be one of torch's, which take time to make.
+torch's, because people look at them. No node leads to a send, so it need not be one of torch's, which are slow to make.
 """
 
 from __future__ import annotations

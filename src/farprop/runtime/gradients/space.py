@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+import torch
+
 from farprop.errors import BackwardError, ConnectionLostError, FarpropError, RpcTimeoutError, UsageError
 from farprop.protocol.credit import NONE
 from farprop.protocol.pass_messages import PassHead, pack_head, unpack_head
@@ -158,7 +160,7 @@ class GradientSpace:
     ) -> None:  # fmt: skip
         """Run a pass from these edges with these gradients. Returns when it has ended everywhere."""
         pass_id = PassId(self.me, next(self._numbers))
-        local = LocalPass(context, self.me, pass_id, fast, keep_graph, roots)
+        local = LocalPass(context, self.me, pass_id, fast, keep_graph, torch.is_anomaly_enabled(), roots)
         origin = _Origin()
         deadline = time.monotonic() + timeout if timeout else 0.0
         with self._lock:
@@ -282,7 +284,10 @@ class GradientSpace:
         is_own = run.source == ROOTS
         if is_own or not isinstance(error, Exception) or isinstance(error, BackwardError):
             return error
-        return BackwardError(f"Error on Node {self.me}: {error}")
+        blamed = BackwardError(f"Error on Node {self.me}: {error}")
+        for note in getattr(error, "__notes__", ()):
+            blamed.add_note(note)
+        return blamed
 
     def _come(self, local: LocalPass, pair: int, gradients: list[Gradient], share: Share) -> list[Action]:
         count = len(local.context.sends[pair].next_functions) if pair in local.context.sends else 0
@@ -301,7 +306,8 @@ class GradientSpace:
     def _head(self, local: LocalPass, pair: int, share: Share) -> bytes:
         oldest = min((i.number for i in local.context.passes if i.origin == self.me), default=0)
         oldest = oldest if local.id.origin == self.me else 0
-        return pack_head(PassHead(local.context.id, pair, local.id, oldest, local.fast, local.keep_graph, share))
+        flags = local.fast, local.keep_graph, local.anomaly
+        return pack_head(PassHead(local.context.id, pair, local.id, oldest, *flags, share))
 
     # Messages that leave
 
@@ -378,7 +384,7 @@ class GradientSpace:
                 raise FarpropError(f"The backward pass of context {context.id} has ended with an error.")
             for old in [i for i in context.passes if i.origin == head.pass_id.origin and i.number < head.oldest]:
                 del context.passes[old]
-        local = LocalPass(context, self.me, head.pass_id, head.fast, head.keep_graph)
+        local = LocalPass(context, self.me, head.pass_id, head.fast, head.keep_graph, head.anomaly)
         with context.lock:
             return context.passes.setdefault(head.pass_id, local)
 
