@@ -271,9 +271,11 @@ class Server:
         """Answer with a value, or once there is one."""
         kind = type(value)
         if kind is CoroutineType:
+            outer = current_context.set(reply.context)  # a task has the contexts of whoever starts it
             self._coroutines.run(
                 value, lambda result: self._answer(reply, result), lambda error: self._fail(reply, error)
             )
+            current_context.reset(outer)
         elif kind is Later:
             value.subscribe(lambda: self._loop.submit_request(self._resume, reply, value))
         else:

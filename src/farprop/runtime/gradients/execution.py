@@ -50,7 +50,8 @@ class Execution:
             roots.update(self._pending.pop(unit, {}))
         is_new = not roots
         for edge, gradient in start:
-            if gradient is not None:
+            # A view of a leaf that was made with grad off says that it requires grad, and leads nowhere.
+            if gradient is not None and edge[0] is not None:
                 self._place(edge, gradient, roots)
         if self._plan.unit_of:
             if len(self._ready) < len(self._plan.units):

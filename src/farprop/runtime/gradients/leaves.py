@@ -57,15 +57,15 @@ def through_hooks(node: Any, gradient: torch.Tensor) -> torch.Tensor | None:
 
 
 def tell_hooks(node: Any, gradient: torch.Tensor) -> None:
-    """The gradient was added: run the hooks behind the node, and those for after accumulation."""
+    """The gradient was added: run the hooks for after accumulation, then those behind the node, as torch does."""
     leaf = node.variable
     behind, after = _hooks_of(node)[1], leaf._post_accumulate_grad_hooks
     if behind or after:
         with torch.no_grad():
-            for hook in list(behind.values()):
-                hook((), (gradient,))
             for hook in list((after or {}).values()):
                 hook(leaf)
+            for hook in list(behind.values()):
+                hook((), (gradient,))
 
 
 def first_gradient(leaf: torch.Tensor, gradient: torch.Tensor, is_alone: bool) -> torch.Tensor:

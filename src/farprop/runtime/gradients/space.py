@@ -173,6 +173,8 @@ class GradientSpace:
                     actions = local.machine.start()
                 self._perform(local, actions, deadline=deadline, waits=True)
                 self._wait(local, origin, deadline, timeout)
+            if context.is_released:
+                self.contexts.find(context.id)  # raises: the gradients are gone with it
         except BaseException as error:
             local.machine.fail()
             self._abort_everywhere(local)

@@ -1,0 +1,141 @@
+"""Backward passes: gradients, modes, and what the arguments may be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import farprop.autograd as autograd
+import farprop.rpc as rpc
+from farprop.errors import RpcTimeoutError, UsageError
+from tests.autograd import functions as g
+from tests.support.workers import Cluster, cluster
+
+WAYS = [["worker1"], ["worker0"], ["worker1", "worker2", "worker0"], ["worker1", "worker0"] * 5]
+
+
+def _round_trip(way: list[str]) -> None:
+    a = torch.rand(3, requires_grad=True)
+    with autograd.context() as context_id:
+        loss = g.through(way, a).sum()
+        for _ in range(2):
+            autograd.backward(context_id, [loss], retain_graph=True)
+        gradients = autograd.get_gradients(context_id)
+    assert torch.equal(gradients[a], torch.full((3,), 2.0 * 2 ** (len(way) + 1)))
+    assert a.grad is None
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(name[-1] for name in way))
+def test_round_trips(workers: Cluster, way: list[str]) -> None:
+    workers.run(0, _round_trip, way)
+
+
+def _unused(mode: str | None) -> list[int]:
+    a, b = torch.rand(2, 2, requires_grad=True), torch.rand(2, 2, requires_grad=True)
+    seen: list[int] = []
+    a.register_hook(lambda gradient: seen.append(1))  # so that the leaf has to wait for all of its gradient
+    with autograd.context() as context_id:
+        h = a * b
+        rpc.rpc_sync("worker1", torch.add, args=(a, b))
+        rpc.rpc_sync("worker2", g.times_parameter, args=(h,))
+        used = rpc.rpc_sync("worker1", g.times_parameter, args=(h,))
+        autograd.backward(context_id, [used.sum() + h.sum()], mode=mode, timeout=0.5 if mode == "fast" else None)
+        gradients = autograd.get_gradients(context_id)
+        assert torch.equal(gradients[a], 4 * b)
+        assert torch.equal(gradients[b], 4 * a)
+        assert rpc.rpc_sync("worker2", g.gradient_of_parameter, args=(context_id,)) is None
+        assert torch.equal(rpc.rpc_sync("worker1", g.gradient_of_parameter, args=(context_id,)), h)
+    return seen
+
+
+def test_results_that_are_not_used(workers: Cluster) -> None:
+    assert workers.run(0, _unused, None) == [1]
+
+
+def test_fast_waits_for_all_until_the_deadline(workers: Cluster) -> None:
+    with pytest.raises(RpcTimeoutError, match="In FAST mode it waits for the gradients of every tensor"):
+        workers.run(0, _unused, "fast")
+
+
+def _mode() -> tuple[str, str]:
+    first = autograd.get_mode()
+    autograd.set_mode("smart")
+    with pytest.raises(UsageError, match="There is no mode 'quick'"):
+        autograd.set_mode("quick")
+    return first, autograd.get_mode()
+
+
+def test_the_mode_of_a_process() -> None:
+    with cluster(1, {"FARPROP_AUTOGRAD_MODE": "fast"}) as job:
+        assert job.run(0, _mode) == ("fast", "smart")
+
+
+def _bad_arguments() -> None:
+    with autograd.context() as context_id:
+        leaf = torch.rand(1, requires_grad=True)
+        loss = (leaf * 2).sum()
+        for arguments, error, text in [
+            ((context_id, None), TypeError, "incompatible function arguments"),
+            ((None, [loss]), TypeError, "incompatible function arguments"),
+            ((context_id, [1.0]), TypeError, "roots are tensors"),
+            ((context_id, []), UsageError, "No tensors provided"),
+            ((context_id, [torch.rand(1)]), UsageError, "requires_grad not set on"),
+            ((context_id, [torch.rand(2, requires_grad=True) * 2]), UsageError, "all roots need to be scalar"),
+            ((context_id, [leaf]), UsageError, "does not have a valid gradient function"),
+            ((12345, [loss]), UsageError, "Could not find autograd context with id: 12345"),
+        ]:
+            with pytest.raises(error, match=text):
+                autograd.backward(*arguments)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="There is no mode"):
+            autograd.backward(context_id, [loss], mode="lazy")
+        with pytest.raises(ValueError, match="A timeout is 0"):
+            autograd.backward(context_id, [loss], timeout=-2)
+        with pytest.raises(UsageError, match="Already have an autograd context id for this thread"):
+            autograd.context().__enter__()
+    with pytest.raises(UsageError, match=f"Could not find autograd context with id: {context_id}. It has ended"):
+        autograd.get_gradients(context_id)
+
+
+def test_bad_arguments(workers: Cluster) -> None:
+    workers.run(0, _bad_arguments)
+
+
+def _other_context() -> None:
+    a = torch.rand(2, requires_grad=True)
+    with autograd.context():
+        kept = rpc.rpc_sync("worker1", torch.neg, args=(a,))
+    with autograd.context() as context_id, pytest.raises(UsageError, match="but the backward pass is of context"):
+        autograd.backward(context_id, [kept.sum()])
+
+
+def test_a_tensor_of_another_context(workers: Cluster) -> None:
+    workers.run(0, _other_context)
+
+
+def _asynchronous(function: object) -> None:
+    a = torch.ones(2, 2, requires_grad=True)
+    with autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", function, args=("worker2", a)).sum()
+        autograd.backward(context_id, [loss])
+        sign = -1 if function is g.later else 1
+        assert torch.equal(autograd.get_gradients(context_id)[a], torch.full((2, 2), 3.0 * sign))
+        assert torch.equal(
+            rpc.rpc_sync("worker2", g.gradient_of_parameter, args=(context_id,)), torch.full((2, 2), 1.0 * sign)
+        )
+
+
+@pytest.mark.parametrize("function", [g.later, g.coroutine], ids=["async_execution", "coroutine"])
+def test_through_functions_that_wait(workers: Cluster, function: object) -> None:
+    workers.run(0, _asynchronous, function)
+
+
+def _from_a_reference() -> None:
+    a = torch.ones(2, 2, requires_grad=True)
+    with autograd.context() as context_id:
+        loss = rpc.remote("worker1", torch.sum, args=(rpc.rpc_sync("worker2", g.times_parameter, args=(a,)),))
+        loss.backward(context_id)
+        assert torch.equal(autograd.get_gradients(context_id)[a], torch.full((2, 2), 3.0))
+
+
+def test_backward_of_a_reference_that_is_elsewhere(workers: Cluster) -> None:
+    workers.run(0, _from_a_reference)

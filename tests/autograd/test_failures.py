@@ -1,0 +1,136 @@
+"""Passes that go wrong: everybody learns of it, and nothing is left of them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import farprop.autograd as autograd
+import farprop.rpc as rpc
+from farprop.errors import BackwardError, ConnectionLostError, RpcTimeoutError
+from tests.autograd import functions as g
+from tests.references.looking import wait_until
+from tests.support.workers import Cluster, cluster
+
+
+def _raising() -> None:
+    a = torch.ones(2, 2, requires_grad=True)
+    rpc.rpc_sync("worker2", g.set_error, args=("no gradient today",))
+    with autograd.context() as context_id:
+        x = rpc.rpc_sync("worker1", g.times_parameter, args=(a,))
+        loss = rpc.rpc_sync("worker2", g.raising_later, args=(x,)).sum()
+        with pytest.raises(BackwardError, match="Error on Node 2: no gradient today") as raised:
+            autograd.backward(context_id, [loss], retain_graph=True)
+        assert any("in backward" in note for note in raised.value.__notes__)  # the remote traceback
+        # Nothing is left of it: not even the gradient that was computed before the error.
+        assert rpc.rpc_sync("worker2", g.gradient_of_parameter, args=(context_id,)) is None
+        for worker in ("worker0", "worker1", "worker2"):
+            assert rpc.rpc_sync(worker, g.info)["num_current_backward_passes"] == "0"
+        rpc.rpc_sync("worker2", g.set_error, args=(None,))
+        autograd.backward(context_id, [loss])
+        assert torch.equal(autograd.get_gradients(context_id)[a], torch.full((2, 2), 9.0))
+        assert torch.equal(
+            rpc.rpc_sync("worker2", g.gradient_of_parameter, args=(context_id,)), torch.full((2, 2), 3.0)
+        )
+
+
+def test_an_error_elsewhere(workers: Cluster) -> None:
+    workers.run(0, _raising)
+
+
+def _own_error() -> None:
+    a = torch.ones(2, requires_grad=True)
+    g.set_error("mine")
+    with autograd.context() as context_id:
+        x = rpc.rpc_sync("worker1", torch.neg, args=(a,))
+        with pytest.raises(ValueError, match="^mine$"):
+            autograd.backward(context_id, [g.Raising.apply(x).sum()])
+
+
+def test_an_error_in_the_callers_own_graph_is_itself(workers: Cluster) -> None:
+    workers.run(0, _own_error)
+
+
+def _released_during_its_pass() -> None:
+    a = torch.ones(2, requires_grad=True)
+    with autograd.context() as context_id:
+        x = rpc.rpc_sync("worker1", torch.neg, args=(a,))
+        x.register_hook(lambda gradient: autograd._release_context(context_id))
+        y = rpc.rpc_sync("worker1", torch.neg, args=(x,))
+        with pytest.raises(RuntimeError, match=r"Could not find autograd context with id: \d+. It has ended"):
+            autograd.backward(context_id, [y.sum()])
+
+
+def test_a_context_that_is_released_during_its_pass(workers: Cluster) -> None:
+    workers.run(0, _released_during_its_pass)
+
+
+def _backward_through_gate(gate: str, hops: int, timeout: float | None = None) -> tuple[str, float]:
+    a = torch.ones(2, requires_grad=True)
+    with autograd.context() as context_id:
+        if hops == 1:
+            x = rpc.rpc_sync("worker2", g.at_gate, args=(a, gate))
+        else:
+            x = rpc.rpc_sync("worker1", g.at_gate_of, args=("worker2", a, gate))
+        began = time.monotonic()
+        try:
+            autograd.backward(context_id, [x.sum()], timeout=timeout)
+        except RuntimeError as error:
+            return type(error).__name__, time.monotonic() - began
+    raise AssertionError("it should have failed")
+
+
+@pytest.mark.parametrize("hops", [1, 2])
+def test_a_worker_that_dies_during_a_pass(hops: int) -> None:
+    with cluster(3) as job:
+        kind, seconds = job.run(0, _backward_through_gate, "death", hops)
+        assert kind == ConnectionLostError.__name__
+        assert seconds < 5
+        job.wait(2)
+        for rank in (0, 1):
+            job.run(rank, g.no_contexts_left)
+
+
+def test_a_worker_that_stands_still(workers: Cluster) -> None:
+    kind, seconds = workers.run(0, _backward_through_gate, "stillness", 2, 0.3)
+    assert kind == RpcTimeoutError.__name__
+    assert seconds >= 0.3
+    workers.run(2, g.open_gate, "stillness")
+
+
+def _keep_a_context() -> int:
+    context = autograd._new_context()
+    rpc.rpc_sync("worker1", rpc.rpc_sync, args=("worker2", g.times_parameter, (torch.ones(2, 2),)))
+    return context._context_id()
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_contexts_end_when_the_workers_that_know_them_do(dead: int) -> None:
+    """The maker's death ends its contexts everywhere; that of the one in the middle leaves clean-up to the maker."""
+    with cluster(3) as job:
+        context_id = job.run(0, _keep_a_context)
+        assert job.run(2, g.context_exists, context_id)
+        job.kill(dead)
+        if dead == 1:
+            job.run(0, autograd._release_context, context_id)
+        for rank in {0, 1, 2} - {dead}:
+            job.run(rank, g.no_contexts_left)
+
+
+def _is_stuck_at(gate: str) -> bool:
+    return g.was_reached(gate)
+
+
+def test_the_origin_dies_during_its_pass() -> None:
+    with cluster(3) as job:
+        stuck: Any = job.start(0, _backward_through_gate, "orphan", 2)
+        wait_until(lambda: job.run(2, _is_stuck_at, "orphan"))
+        job.kill(0)
+        with pytest.raises(Exception):  # noqa: B017
+            stuck.result()
+        job.run(2, g.open_gate, "orphan")
+        for rank in (1, 2):
+            job.run(rank, g.no_contexts_left)
