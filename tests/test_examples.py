@@ -159,12 +159,14 @@ def _blocks(document: str) -> list[Block]:
     ]
 
 
-BLOCKS = _blocks("README.md") + _blocks("docs/design.md")
+DOCUMENTS = ("README.md", "docs/design.md", "docs/autograd.md")
+BLOCKS = [block for document in DOCUMENTS for block in _blocks(document)]
 
 
 def test_no_piece_of_python_is_overlooked() -> None:
-    assert len(_blocks("README.md")) == 8
-    for name, known in (("README.md", {"python", "sh", "diff"}), ("docs/design.md", {"python", ""})):
+    assert len(_blocks("README.md")) == 9
+    for name in DOCUMENTS:
+        known = {"python", "sh", "diff"} if name == "README.md" else {"python", ""}
         fences = re.findall(r"^ *(?:```|~~~)(.*)$", (ROOT / name).read_text(), re.MULTILINE)
         assert set(fences[::2]) <= known, name
         assert set(fences[1::2]) <= {""}, name

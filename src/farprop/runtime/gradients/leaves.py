@@ -34,7 +34,7 @@ def _hooks_of(node: Any) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
 def _dictionary(register: Any) -> Mapping[int, Any]:
     handle = register(_nothing)
     hooks = handle.hooks_dict_ref()
-    handle.remove()
+    del hooks[handle.id]
     return hooks  # type: ignore[no-any-return]
 
 

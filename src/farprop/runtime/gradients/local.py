@@ -74,10 +74,11 @@ class LocalPass:
             return self._going.pop(target, [])
 
     def _distribute(self, captured: Gradients) -> None:
-        uses = Counter(map(id, captured.values()))
+        # a + b has one gradient for both.
+        uses = Counter(map(id, captured.values())) if len(captured) > 1 else None
         for (node, index), gradient in captured.items():
             if type(node) is LEAF_TYPE:
-                self._accumulate(node, gradient, uses[id(gradient)] == 1)
+                self._accumulate(node, gradient, uses is None or uses[id(gradient)] == 1)
             else:
                 going = self._going.get(node.target)
                 if going is None:

@@ -79,11 +79,13 @@ _Receive: Any = type(
     (torch.autograd.Function,),
     {"forward": staticmethod(_forward_of_receive), "backward": staticmethod(_refuse)},
 )
+# Without the layer of Python around it, which looks for transforms of functorch: they don't cross workers.
+_receive: Any = super(torch.autograd.Function, _Receive).apply
 RECEIVE_TYPE: Any = _Receive._backward_cls
 LEAF_TYPE: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 def make_receive(tensors: list[torch.Tensor], context_id: int, target: Target) -> Any:
     """A node that these tensors, which were built from a message, are the outputs of. None where grad is off."""
-    _Receive.apply(_token, tensors, context_id, target)
+    _receive(_token, tensors, context_id, target)
     return tensors[0].grad_fn
