@@ -13,7 +13,7 @@ from farprop.protocol.passes import PassId, Share, Statuses
 # parts, number of statuses
 _HEAD = struct.Struct("<QQHQQBIHH")
 _STATUS = struct.Struct("<HIB")
-_FAST, _KEEP_GRAPH = 1, 2
+_FAST, _KEEP_GRAPH, _ANOMALY = 1, 2, 4
 
 
 class PassHead(NamedTuple):
@@ -23,13 +23,14 @@ class PassHead(NamedTuple):
     oldest: int
     fast: bool
     keep_graph: bool
+    anomaly: bool
     share: Share
 
 
 def pack_head(head: PassHead) -> bytes:
     credit, statuses = head.share
     parts = credit.parts.to_bytes((credit.parts.bit_length() + 7) // 8, "little")
-    flags = _FAST * head.fast | _KEEP_GRAPH * head.keep_graph
+    flags = _FAST * head.fast | _KEEP_GRAPH * head.keep_graph | _ANOMALY * head.anomaly
     packed = _HEAD.pack(
         head.context_id, head.pair, *head.pass_id, head.oldest, flags, credit.level, len(parts), len(statuses)
     )
@@ -58,5 +59,6 @@ def unpack_head(data: bytes) -> PassHead:
         oldest,
         bool(flags & _FAST),
         bool(flags & _KEEP_GRAPH),
+        bool(flags & _ANOMALY),
         Share(credit, statuses),
     )
