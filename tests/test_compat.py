@@ -114,16 +114,17 @@ def test_installing_twice_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_what_torch_took_from_its_rpc_is_farprops_after_install(tmp_path: Path) -> None:
-    # torch.distributed.optim holds the RPC module itself; it is imported before the redirection here.
+    # PyTorch's tests hold the RPC module itself; their helpers are imported before the redirection here.
     script = tmp_path / "late.py"
     script.write_text(
         textwrap.dedent(
             """
-            import torch.distributed.optim.optimizer as optimizer
+            import torch.testing._internal.dist_utils as utils
+            import torch.nn.parallel.distributed as parallel
             import farprop.compat, farprop.rpc
             farprop.compat.install()
-            assert optimizer.rpc is farprop.rpc
-            assert optimizer.RRef is getattr(farprop.rpc, "RRef", optimizer.RRef)
+            assert utils.rpc is farprop.rpc
+            assert parallel.RRef is farprop.rpc.RRef
             """
         )
     )

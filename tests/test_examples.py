@@ -159,7 +159,7 @@ def _blocks(document: str) -> list[Block]:
     ]
 
 
-DOCUMENTS = ("README.md", "docs/design.md", "docs/autograd.md")
+DOCUMENTS = ("README.md", "docs/design.md", "docs/autograd.md", "docs/optim.md")
 BLOCKS = [block for document in DOCUMENTS for block in _blocks(document)]
 
 

@@ -1,8 +1,9 @@
 """Run code written for ``torch.distributed.rpc`` on farprop, without touching it.
 
 ``farprop.compat.install()`` at the top of a script, or ``python -m farprop.compat script.py``, makes
-``torch.distributed.rpc``, ``torch.distributed.autograd`` and ``torch.distributed.nn.RemoteModule`` stand for farprop's
-in this process. What your own modules took from torch before ``install()`` stays torch's, so call it first.
+``torch.distributed.rpc``, ``torch.distributed.autograd``, ``torch.distributed.nn.RemoteModule`` and
+``torch.distributed.optim.DistributedOptimizer`` stand for farprop's in this process. What your own modules took from
+torch before ``install()`` stays torch's, so call it first.
 """
 
 import importlib
@@ -23,12 +24,13 @@ from farprop.compat.futures import wait_all
 
 __all__ = ["install"]
 
-# The second comes with a later version of farprop; what is not there is left to torch. The rest of torch.distributed.nn
-# is about process groups, and stays torch's.
+# What farprop does not have is left to torch. The rest of torch.distributed.nn and torch.distributed.optim is about
+# process groups, and stays torch's.
 _REPLACEMENTS: Final = {
     "torch.distributed.rpc": "farprop.rpc",
     "torch.distributed.autograd": "farprop.autograd",
     "torch.distributed.nn.api.remote_module": "farprop.nn.remote_module",
+    "torch.distributed.optim.optimizer": "farprop.optim.optimizer",
 }
 
 # Where torch's own names of these modules come from: the modules, and the C++ modules under them.
@@ -74,7 +76,7 @@ class _AliasFinder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Make ``torch.distributed.rpc``, ``autograd`` and ``nn.RemoteModule`` resolve to farprop in this process.
+    """Make ``torch.distributed.rpc``, ``autograd``, ``nn.RemoteModule`` and ``optim.DistributedOptimizer`` farprop's.
 
     Also puts farprop's ``wait_all`` in the place of ``torch.futures.wait_all``. A second call does nothing.
     """
@@ -87,7 +89,9 @@ def install() -> None:
         importlib.import_module("torch.distributed.nn")
         replaced: dict[str, types.ModuleType] = {}
         for theirs, ours in _REPLACEMENTS.items():
-            if _exists(ours):
+            # What is in a package that nobody has imported yet is found by the finder when somebody does:
+            # torch.distributed.optim takes seconds to import, and most programs don't need it.
+            if _exists(ours) and theirs.rpartition(".")[0] in sys.modules:
                 replaced |= _replace(theirs, importlib.import_module(ours))
         sys.meta_path.insert(0, _AliasFinder())
         _rebind(replaced)

@@ -1,0 +1,15 @@
+"""Optimisers over parameters on other workers: a drop-in for ``torch.distributed.optim.DistributedOptimizer``.
+
+::
+
+    from farprop.optim import DistributedOptimizer
+    optimizer = DistributedOptimizer(torch.optim.SGD, model.remote_parameters(), lr=0.1)
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [model(x).sum()])
+        optimizer.step(context_id)
+"""
+
+from farprop.optim.optimizer import DistributedOptimizer
+from farprop.optim.scheduler import DistributedLRScheduler
+
+__all__ = ["DistributedLRScheduler", "DistributedOptimizer"]

@@ -1,0 +1,164 @@
+"""What goes wrong on a worker reaches the caller, and the other workers are waited for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import optim
+
+import farprop.autograd as dist_autograd
+import farprop.rpc as rpc
+from farprop.errors import ConnectionLostError, UsageError
+from farprop.optim import DistributedOptimizer
+from tests.optim.models import Far, Near, assert_same, inputs, train_far, train_near
+from tests.support.workers import Cluster, cluster
+
+told: list[str] = []
+
+
+def tell(name: str) -> None:
+    told.append(name)
+
+
+def tell_late() -> None:
+    """After many calls: whoever does not wait for this worker will not have heard of it."""
+    me = rpc.get_worker_info().name
+    for _ in range(100):
+        rpc.rpc_sync(me, torch.neg, (torch.ones(1),))
+    rpc.rpc_sync("worker0", tell, (me,))
+
+
+def failing_on(worker: str) -> bool:
+    return rpc.get_worker_info().name in worker.split()
+
+
+class Picky(optim.SGD):
+    """Raises on some workers when it is made, or when it steps; on others it tells worker0 when it is done."""
+
+    def __init__(self, params: Any, lr: float, making: str = "", stepping: str = "") -> None:
+        super().__init__(params, lr=lr)
+        if failing_on(making):
+            raise KeyError("no optimizer today")
+        self.stepping = stepping
+        if making:
+            tell_late()
+
+    def step(self, closure: Any = None) -> None:
+        if failing_on(self.stepping):
+            self.param_groups[0]["params"][0].grad.zero_()
+            raise ValueError("no step today")
+        super().step(closure)
+        tell_late()
+
+
+def grads(part: Any) -> list[Any]:
+    return [parameter.grad for parameter in part.local_value().parameters()]
+
+
+def _failing_step() -> None:
+    told.clear()
+    far, near = Far(), Near()
+    optimizer = DistributedOptimizer(Picky, far.references, lr=0.5, stepping="worker1")
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [far.loss(inputs(1)[0])])
+        with pytest.raises(ValueError, match="no step today") as raised:
+            optimizer.step(context_id)
+        assert sorted(told) == ["worker0", "worker2"]
+    assert raised.value.__notes__[0].startswith("Raised on worker1")
+    assert len(raised.value.__notes__) == 1
+    assert rpc.rpc_sync("worker1", grads, (far.parts[0],)) == [None, None]
+    before = near.values()
+    train_near(near, optim.SGD(near.parameters, lr=0.5), inputs(1))
+    after = near.values()
+    # worker1 has the first and the fourth parameter.
+    assert_same(far.values(), [before[0], after[1], after[2], before[3], after[4], after[5]])
+    # The optimiser can be used again, and so can others.
+    train_far(far, DistributedOptimizer(optim.SGD, far.references, lr=0.5), inputs(1))
+    with pytest.raises(ValueError, match="no step today"):
+        train_far(far, optimizer, inputs(1))
+
+
+def test_an_error_in_a_step(workers: Cluster) -> None:
+    workers.run(0, _failing_step)
+
+
+def _several() -> None:
+    far = Far()
+    optimizer = DistributedOptimizer(Picky, far.references, lr=0.5, stepping="worker1 worker2")
+    with pytest.raises(ValueError, match="no step today") as raised:
+        train_far(far, optimizer, inputs(1))
+    assert raised.value.__notes__[0].startswith("Raised on worker1")
+    assert raised.value.__notes__[1:] == ["There was an error on worker2 too: ValueError: no step today"]
+
+
+def test_errors_on_several_workers(workers: Cluster) -> None:
+    workers.run(0, _several)
+
+
+def _failing_construction() -> None:
+    told.clear()
+    far = Far()
+    with pytest.raises(KeyError, match="no optimizer today"):
+        DistributedOptimizer(Picky, far.references, lr=0.5, making="worker2")
+    assert sorted(told) == ["worker0", "worker1"]
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        DistributedOptimizer(optim.SGD, far.references, learning_rate=0.5)
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        DistributedOptimizer(optim.SGD, far.references, lr=-1)
+    with pytest.raises(TypeError, match="optimize.* Tensors"):
+        DistributedOptimizer(optim.SGD, [far.parts[0]], lr=0.5)
+    failed = rpc.remote("worker1", torch.zeros, (-1,))
+    with pytest.raises(RuntimeError, match="must be non-negative"):
+        DistributedOptimizer(optim.SGD, [*far.references, failed], lr=0.5)
+    # An optimiser that wants a closure can't be stepped.
+    with pytest.raises(TypeError, match="closure"):
+        train_far(far, DistributedOptimizer(optim.LBFGS, far.references), inputs(1))
+
+
+def test_an_error_in_the_construction(workers: Cluster) -> None:
+    workers.run(0, _failing_construction)
+
+
+def _wrong_use() -> None:
+    far = Far()
+    with pytest.raises(TypeError, match=r"params_rref\[1\] should be an RRef to a parameter, but is a Parameter"):
+        DistributedOptimizer(optim.SGD, [far.references[0], torch.nn.Parameter(torch.ones(1))], lr=0.5)
+    optimizer = DistributedOptimizer(optim.SGD, far.references, lr=0.5)
+    with dist_autograd.context() as context_id:
+        pass
+    with pytest.raises(UsageError, match="Could not find autograd context .* It has ended"):
+        optimizer.step(context_id)
+    with pytest.raises(UsageError, match="Could not find autograd context"):
+        optimizer.step(12345)
+
+
+def test_wrong_use(workers: Cluster) -> None:
+    workers.run(0, _wrong_use)
+
+
+def _set_up() -> None:
+    far = Far()
+    told.clear()
+    state["far"], state["optimizer"] = far, DistributedOptimizer(Picky, far.references, lr=0.5)
+
+
+def _after_a_death() -> None:
+    far, optimizer = state.pop("far"), state.pop("optimizer")
+    with dist_autograd.context() as context_id:
+        x = far.parts[1].rpc_sync().forward(inputs(1)[0])
+        dist_autograd.backward(context_id, [far.parts[2].rpc_sync().forward(x).sum()])
+        with pytest.raises(ConnectionLostError, match="worker1"):
+            optimizer.step(context_id)
+        assert sorted(told) == ["worker0", "worker2"]
+
+
+state: dict[str, Any] = {}
+
+
+def test_a_worker_that_died() -> None:
+    with cluster(3) as job:
+        job.run(0, _set_up)
+        job.kill(1)
+        job.run(0, _after_a_death)
