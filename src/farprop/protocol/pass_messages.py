@@ -50,6 +50,8 @@ def unpack_head(data: bytes) -> PassHead:
             worker, statement, blocked = _STATUS.unpack_from(data, at)
             statuses[worker] = statement, bool(blocked)
             at += _STATUS.size
+        if at != len(data):
+            raise struct.error(f"it should have {at} bytes, and has {len(data)}")
     except struct.error as error:
         raise ProtocolError(f"a message of a backward pass makes no sense: {error}") from error
     return PassHead(

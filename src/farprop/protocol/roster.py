@@ -1,7 +1,7 @@
 """Who is in the job: what a worker publishes about itself, and what rank 0 makes of all of it.
 
 Entries travel as JSON through the store, which nobody authenticates: they are read with suspicion and used only to
-dial. Rules that hold here:
+dial, and to find the devices of answers. Rules that hold here:
 
 - Rank 0 judges all entries and publishes one verdict, so that every worker sees the same roster or the same error.
 - Whatever text comes in, the outcome is a value or ``RendezvousError``.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from farprop.errors import RendezvousError, UsageError
 from farprop.ids import check_worker_name
@@ -33,6 +33,10 @@ class Entry:
     pid: int  # for people
     fingerprint: str  # equal on workers that have the same secret
     own_secret: bool  # found by itself, not given by FARPROP_SECRET
+    # For each worker that it calls, which device there takes what is on a device here: {"w1": {"cuda:0": "cuda:1"}}
+    device_maps: dict[str, dict[str, str]] = field(default_factory=dict)
+    devices: list[str] = field(default_factory=list)  # those that it uses in calls; empty if it did not say
+    cuda_devices: int = 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -44,7 +48,7 @@ class Entry:
             fields["tcp"] = str(fields["tcp"][0]), int(fields["tcp"][1])
             entry = cls(**fields)
             check_worker_name(entry.name)
-            if not isinstance(entry.rank, int) or not isinstance(entry.unix, str):
+            if not isinstance(entry.rank, int) or not isinstance(entry.unix, str) or not _are_maps(entry.device_maps):
                 raise TypeError("a field has the wrong type")
         except (ValueError, TypeError, KeyError, IndexError, UsageError) as error:
             raise RendezvousError(
@@ -52,6 +56,12 @@ class Entry:
                 "same farprop, and is the store used by this job alone?"
             ) from error
         return entry
+
+
+def _are_maps(given: object) -> bool:
+    if not isinstance(given, dict) or not all(isinstance(device_map, dict) for device_map in given.values()):
+        return False
+    return all(isinstance(target, str) for device_map in given.values() for target in device_map.values())
 
 
 def judge(entries: Sequence[Entry]) -> str | None:

@@ -14,6 +14,7 @@ from farprop.rpc import constants
 from farprop.rpc.options import TensorPipeRpcBackendOptions
 from farprop.runtime.agent import Agent, AgentOptions
 from farprop.runtime.current import reset_agent, set_agent
+from farprop.runtime.devices import portable
 from farprop.transport.faulty import Judge
 
 __all__ = [
@@ -107,6 +108,8 @@ def _init_own_backend(
             num_worker_threads=rpc_backend_options.num_worker_threads,
             rpc_timeout=rpc_backend_options.rpc_timeout,
             master_host=_master_host(rpc_backend_options.init_method),
+            device_maps=portable(rpc_backend_options.device_maps),
+            devices=[str(device) for device in rpc_backend_options.devices],
         ),
     )
     if judge is not None:

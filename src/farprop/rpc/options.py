@@ -37,8 +37,11 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         num_worker_threads: how many calls of others run here at once.
         rpc_timeout: default timeout of calls in seconds; 0 is for none.
         init_method: where workers meet: ``env://``, ``tcp://host:port``, ``file:///path``, or a c10d ``Store``.
-        device_maps: for each callee, which of its devices takes what is on a device here.
-        devices: local devices used by calls.
+        device_maps: for each callee, which of its devices takes what is on a device here, for example
+            ``{"worker1": {"cuda:0": "cuda:1"}}``. Answers come back by the inverse, so no two devices may be mapped to
+            one. A tensor on a device that is not mapped is refused before anything is sent. Without a map for CPU
+            tensors (``"cpu"``) they stay on the CPU. ``docs/devices.md`` has more.
+        devices: local devices used by calls. If given, maps may name no others.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.devices = [torch.device(device) for device in devices or []]
 
     def set_device_map(self, to: str, device_map: dict[Device, Device]) -> None:
-        """Add to the device map for the callee ``to``. A map must be one to one."""
+        """Add to the device map for the callee ``to``. A map must be one to one: answers go by its inverse."""
         merged = dict(self.device_maps.get(to, {}))
         for source, target in _to_device_map(device_map).items():
             if merged.get(source, target) != target:

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,8 +31,9 @@ from farprop.protocol.roster import Entry
 from farprop.runtime import rendezvous
 from farprop.runtime.cells import Cell
 from farprop.runtime.creation import CreationCall, ProfiledCreation
+from farprop.runtime.devices import DeviceMaps, careful
 from farprop.runtime.dialling import Dialling, SomebodyElse, Unresponsive
-from farprop.runtime.gradients.contexts import COUNTER_BITS, current_context
+from farprop.runtime.gradients.contexts import COUNTER_BITS, Context, current_context
 from farprop.runtime.gradients.roots import backward_on_owner
 from farprop.runtime.gradients.space import GradientSpace
 from farprop.runtime.group import Group
@@ -52,6 +53,7 @@ from farprop.transport.segments import SegmentPool
 from farprop.wire.codec import Encoded, encode, encode_call
 from farprop.wire.frames import PROFILED, SYSTEM, Frame
 from farprop.wire.functions import name_of
+from farprop.wire.tensors import NotPlaced
 
 _log = logging.getLogger("farprop.agent")
 
@@ -69,6 +71,8 @@ class AgentOptions:
     num_worker_threads: int = 16
     rpc_timeout: float = 60.0
     master_host: str = "127.0.0.1"
+    device_maps: dict[str, dict[str, str]] = field(default_factory=dict)
+    devices: list[str] = field(default_factory=list)
 
 
 def meeting_seconds(rpc_timeout: float) -> float:
@@ -102,6 +106,10 @@ class Agent:
         self._loop = Loop(name, options.num_worker_threads)
         self.gradients = GradientSpace(rank, self)
         self.references = ReferenceSpace(rank, name, self, self._on_context_ended)
+        self._devices = DeviceMaps(self._group, options.device_maps, self.references.instance_of)
+        moves_cpu = self._devices.moves_cpu_in_calls
+        self._encode_call: Callable[..., Encoded] = careful(encode_call) if moves_cpu else encode_call
+        self._encode_object: Callable[..., Encoded] = careful(encode) if moves_cpu else encode
         self._loop.home = self
         self._survival = Survival(self._probe, self._on_death, self._loop.submit, self._loop.set_alarm)
         self._server = Server(
@@ -113,6 +121,7 @@ class Agent:
             self._on_peer_lost,
             self.references,
             self.gradients.contexts,
+            self._devices,
         )
         try:
             self._own_entry = self._listen(options, world_size)
@@ -148,6 +157,9 @@ class Agent:
             pid=os.getpid(),
             fingerprint=self._secret.fingerprint,
             own_secret=self._secret.file is not None,
+            device_maps=options.device_maps,
+            devices=options.devices,
+            cuda_devices=torch.cuda.device_count(),
         )
 
     def join_group(self) -> None:
@@ -155,6 +167,12 @@ class Agent:
         self._group.join(self._own_entry, meeting_seconds(self.rpc_timeout))
         if self._group.is_static and self._info.id == 0:
             self._secret.remove_file()  # all have read it
+        try:
+            self._devices.check()
+        except ValueError:
+            self.leave()
+            raise
+        self._server.know_device_maps()
 
     # Who is who
 
@@ -170,6 +188,10 @@ class Agent:
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         return self._group.infos()
+
+    def get_device_map(self, worker: str | int | WorkerInfo) -> dict[torch.device, torch.device]:
+        """Which devices of a worker take what is on devices here."""
+        return self._devices.map_for(self.get_worker_info(worker).name)
 
     def name_of_rank(self, rank: int) -> str:
         entry = self._group.find(rank)
@@ -304,13 +326,16 @@ class Agent:
             timeout = self.rpc_timeout
         link = self.link(to, timeout)
         name = name_of(function)
+        plain = None if name is not None else function
         context = current_context.get()
-        if context is None or flags:
-            context = None
-            encoded = encode_call(None if name is not None else function, args, kwargs)
-        else:
-            plain = None if name is not None else function
-            encoded = context.send(link.rank, lambda graph: encode_call(plain, args, kwargs, graph))
+        try:
+            if context is None or flags:
+                context = None
+                encoded = self._encode_call(plain, args, kwargs)
+            else:
+                encoded = context.send(link.rank, lambda graph: self._encode_call(plain, args, kwargs, graph))
+        except NotPlaced:
+            encoded = self._encode_placed(link.peer, link.rank, context, self._encode_call, plain, args, kwargs)
         if not encoded.travellers:
             return value_of(link.call_sync(flags, name or b"", encoded, timeout), context, link.rank)
         encoded, forks = self.references.depart(encoded, link.rank, link)
@@ -337,18 +362,30 @@ class Agent:
         name = name_of(function)
         plain = None if name is not None else function
         call = TorchCall(timeout, future)
-        encoded = self._encode(to, flags, call, lambda graph: encode_call(plain, args, kwargs, graph))
+        encoded = self._encode(to, flags, call, self._encode_call, plain, args, kwargs)
         self._send_async(to, flags, name or b"", encoded, call)
 
-    def _encode(
-        self, to: Any, flags: int, call: TorchCall, encode: Callable[[list[torch.Tensor] | None], Encoded]
-    ) -> Encoded:
+    def _encode(self, to: Any, flags: int, call: TorchCall, encoder: Callable[..., Encoded], *whole: Any) -> Encoded:
         """Encode a call, in the autograd context of this thread if there is one."""
         context = current_context.get()
-        if context is None or flags & SYSTEM:
-            return encode(None)
-        call.context, call.sender = context, self.get_worker_info(to).id
-        return context.send(call.sender, encode)
+        try:
+            if context is None or flags & SYSTEM:
+                context = None
+                return encoder(*whole)
+            call.context, call.sender = context, self.get_worker_info(to).id
+            return context.send(call.sender, lambda graph: encoder(*whole, graph))
+        except NotPlaced:
+            callee = self.get_worker_info(to)
+            return self._encode_placed(callee.name, callee.id, context, encoder, *whole)
+
+    def _encode_placed(
+        self, to: str, rank: int, context: Context | None, encoder: Callable[..., Encoded], *whole: Any
+    ) -> Encoded:
+        """Encode a call with tensors that go to other devices than the CPU."""
+        place = self._devices.towards(to)
+        if context is None:
+            return encoder(*whole, None, place=place)
+        return context.send(rank, lambda graph: encoder(*whole, graph, place=place), placed=True)
 
     def _send_async(self, to: Any, flags: int, name: bytes, encoded: Encoded, call: FutureCall) -> None:
         try:
@@ -392,7 +429,7 @@ class Agent:
         name = name_of(function)
         whole = (None if name is not None else function, args, kwargs, session.settings)
         call = ProfiledCall(timeout, future, session, key, self._info.id)
-        encoded = self._encode(to, 0, call, lambda graph: encode(whole, graph))
+        encoded = self._encode(to, 0, call, self._encode_object, whole)
         self._send_async(to, PROFILED, name or b"", encoded, call)
 
     def create(
@@ -416,13 +453,18 @@ class Agent:
         if profile is not None:
             flags = PROFILED
 
-        def encoding(graph: list[torch.Tensor] | None) -> Encoded:
-            if profile is None:
-                return encode_call(plain, args, kwargs, graph)
-            return encode((plain, args, kwargs, profile[0].settings), graph)
-
+        whole: tuple[Any, ...] = (plain, args, kwargs)
+        encoder = self._encode_call
+        if profile is not None:
+            encoder, whole = self._encode_object, ((*whole, profile[0].settings),)
         context = current_context.get()
-        encoded = encoding(None) if context is None else context.send(link.rank, encoding)
+        try:
+            if context is None:
+                encoded = encoder(*whole)
+            else:
+                encoded = context.send(link.rank, lambda graph: encoder(*whole, graph))
+        except NotPlaced:
+            encoded = self._encode_placed(link.peer, link.rank, context, encoder, *whole)
         space = self.references
         subject: UserReference | OwnedValue
         if link.rank == self._info.id:

@@ -20,6 +20,7 @@ from farprop.protocol.references.records import OwnedValue
 from farprop.runtime import profiling
 from farprop.runtime.cells import Later, not_a_future
 from farprop.runtime.coroutines import CoroutineThread
+from farprop.runtime.devices import DeviceMaps, careful
 from farprop.runtime.door import Door
 from farprop.runtime.gradients import anomaly
 from farprop.runtime.gradients.contexts import Context, Contexts, current_context, take_head
@@ -31,6 +32,7 @@ from farprop.wire.codec import Encoded, decode, decode_call, decode_with, encode
 from farprop.wire.failures import encode_failure
 from farprop.wire.frames import ANSWER, CONTEXT, FAILURE, FORKS, NOTICE, PROFILED, REMOTE, REQUEST, SYSTEM, Frame
 from farprop.wire.functions import FunctionNotFound, resolve
+from farprop.wire.tensors import NotPlaced
 
 _log = logging.getLogger("farprop.serving")
 
@@ -72,6 +74,7 @@ class Server:
         on_peer_lost: Callable[[Connection], None],
         references: ReferenceSpace,
         contexts: Contexts,
+        devices: DeviceMaps,
     ) -> None:
         self.active = 0  # requests that came and are not answered yet
         self._system_active = 0  # the same for farprop's own
@@ -83,6 +86,10 @@ class Server:
         self._on_peer_lost = on_peer_lost
         self._references = references
         self._contexts = contexts
+        self._devices = devices
+        # Requests can come before the callers' maps are known.
+        self._encode_value = careful(encode_value)
+        self._encode_object = careful(encode)
         self.gil_waits: list[float] | None = None  # microseconds, while they are measured
         self._connections: dict[int, Connection] = {}
         # Functions by how long they took when they last ran: answers wait for more only in front of quick ones.
@@ -90,6 +97,11 @@ class Server:
         self._slow: set[bytes] = set()
         self._corked: set[Connection] = set()
         self._coroutines = CoroutineThread(worker)
+
+    def know_device_maps(self) -> None:
+        """The workers have met. Unless one of them has CPU tensors moved, answers take the short way from now on."""
+        if not self._devices.moves_cpu_in_answers:
+            self._encode_value, self._encode_object = encode_value, encode
 
     def listen(self, listener: socket.socket) -> None:
         self._door.listen(listener)
@@ -317,10 +329,15 @@ class Server:
         forks: list[Fork] = []
         connection, record = reply.connection, reply.record
         try:
-            if reply.context is not None:
-                encoded = self._encode_in_context(reply.context, connection.rank, value, record, reply.trail)
-            else:
-                encoded = encode_value(value) if record is None else encode((value, record()))
+            try:
+                if reply.context is not None:
+                    encoded = self._encode_in_context(reply.context, connection.rank, value, record, reply.trail)
+                elif record is None:
+                    encoded = self._encode_value(value)
+                else:
+                    encoded = self._encode_object((value, record()))
+            except NotPlaced:
+                encoded = self._encode_placed(reply, value)
             if encoded.travellers:
                 encoded, forks = self._references.depart(encoded, connection.rank, connection)
         except BaseException as error:
@@ -332,11 +349,21 @@ class Server:
 
     def _encode_in_context(self, context: Context, to: int, value: Any, record: Record | None, trail: str) -> Encoded:
         if value is None or context.is_released:
-            return encode_value(value) if record is None else encode((value, record()))
+            return self._encode_value(value) if record is None else self._encode_object((value, record()))
         if record is None:
-            return context.send(to, lambda graph: encode_value(value, graph), trail)
+            return context.send(to, lambda graph: self._encode_value(value, graph), trail)
         whole = (value, record())
-        return context.send(to, lambda graph: encode(whole, graph), trail)
+        return context.send(to, lambda graph: self._encode_object(whole, graph), trail)
+
+    def _encode_placed(self, reply: Reply, value: Any) -> Encoded:
+        """Encode an answer with tensors that go to other devices than the CPU."""
+        context, record = reply.context, reply.record
+        place = self._devices.back_to(reply.connection.peer)
+        whole = value if record is None else (value, record())
+        if context is None or value is None or context.is_released:
+            return encode_value(whole, None, place)
+        to = reply.connection.rank
+        return context.send(to, lambda graph: encode_value(whole, graph, place), reply.trail, placed=True)
 
     def _fail(self, reply: Reply, error: BaseException) -> None:
         if reply.creation is None:

@@ -6,6 +6,8 @@ there. Objects that it gives to the pickler's ``travel`` travel in front of the 
 
 For a message of an autograd context, ``graph`` takes the tensors that require grad, in the order in which the decoder
 builds them.
+
+``place`` says where tensors go that are not on the CPU. Without one they raise ``NotPlaced``.
 """
 
 from __future__ import annotations
@@ -20,9 +22,20 @@ import torch
 
 from farprop.wire.frames import PLAIN
 from farprop.wire.plain import ATOMS, decode_plain, encode_plain
-from farprop.wire.tensors import INLINE_LIMIT, Sent, SpanTooShort, collecting, reduce_tensor, requiring_grad
+from farprop.wire.tensors import (
+    INLINE_LIMIT,
+    NotPlaced,
+    Place,
+    Sent,
+    SpanTooShort,
+    collecting,
+    placed,
+    reduce_tensor,
+    requiring_grad,
+)
 
 _Tensor = torch.Tensor
+_Parameter = torch.nn.Parameter
 _Pickler = pickle.Pickler
 _loads = pickle.loads
 _SHORT = ATOMS | {torch.Tensor}
@@ -74,10 +87,13 @@ class _Reductions:
                 return reduce_tensor(obj, sent, self.whole) or (requiring_grad, (obj.detach(),))
             reduced = reduce_tensor(obj, sent, self.whole)
             return NotImplemented if reduced is None else reduced
-        if self.graph is not None and isinstance(obj, _Tensor) and obj.requires_grad:
-            # A parameter, or another subclass: there it is what a call computed, and no leaf.
-            self.graph.append(obj)
-            return requiring_grad, (obj.detach(),)
+        if isinstance(obj, _Tensor):
+            if not obj.is_cpu and type(obj) is not _Parameter and not obj.is_meta:
+                raise NotPlaced.on(obj.device)
+            if self.graph is not None and obj.requires_grad:
+                # A parameter, or another subclass: there it is what a call computed, and no leaf.
+                self.graph.append(obj)
+                return requiring_grad, (obj.detach(),)
         if isinstance(obj, torch.jit.ScriptModule):
             return _load_script_module, (_save_script_module(obj),)
         if isinstance(obj, torch._C.ScriptMethod):
@@ -88,35 +104,68 @@ class _Reductions:
         return NotImplemented
 
 
+class _Placements(_Reductions):
+    """The same with a ``Place``. What is moved travels as a copy on the CPU."""
+
+    place: Place
+    copies: dict[int, torch.Tensor] | None = None
+
+    def reduce(self, obj: Any) -> Any:
+        # A parameter is asked for its data, which comes here, and stays a parameter.
+        if not isinstance(obj, _Tensor) or type(obj) is _Parameter or obj.is_meta:
+            return super().reduce(obj)
+        if self.copies is None:
+            self.copies = {}
+        elif id(obj) in self.copies:
+            return super().reduce(obj)
+        target = self.place(obj.device)
+        if obj.is_cpu and target == "cpu":
+            return super().reduce(obj)
+        if obj.requires_grad and self.graph is not None:
+            self.graph.append(obj)
+        # On the current stream of the tensor's device, and waits for it: what was computed there is in the copy.
+        copy = obj.detach().cpu()
+        self.copies[id(copy)] = copy
+        return placed, (copy, target, obj.requires_grad)
+
+
 class _FastPickler(_Reductions, _Pickler):
     reducer_override = _Reductions.reduce
 
 
-def encode(obj: Any, graph: list[torch.Tensor] | None = None) -> Encoded:
+class _PlacingPickler(_Placements, _Pickler):
+    reducer_override = _Placements.reduce
+
+
+def encode(obj: Any, graph: list[torch.Tensor] | None = None, place: Place | None = None) -> Encoded:
     """Encode ``obj``. What its ``__reduce__`` and the like raise comes out as it is."""
     try:
-        return _encode(_FastPickler, obj, graph)
+        return _encode(_FastPickler if place is None else _PlacingPickler, obj, graph, place)
     except (pickle.PicklingError, AttributeError):
         # No importable name. cloudpickle is imported only now: most programs never need it.
         try:
-            return _encode(_cloud_pickler(), obj, graph)
+            return _encode(_cloud_pickler(place), obj, graph, place)
         except pickle.PicklingError as error:
             raise TypeError(f"can't send {type(obj).__name__}: {error}") from error
 
 
 def encode_call(
-    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], graph: list[torch.Tensor] | None = None
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    graph: list[torch.Tensor] | None = None,
+    place: Place | None = None,
 ) -> Encoded:
     """Encode a call: ``(args, kwargs)``, or ``(function, args, kwargs)`` where the function has no name to go by."""
     if function is not None:
-        return encode((function, args, kwargs), graph)
-    if not kwargs and len(args) <= _MAX_PLAIN:
+        return encode((function, args, kwargs), graph, place)
+    if not kwargs and place is None and len(args) <= _MAX_PLAIN:
         plain = encode_plain(args)
         if plain is not None:
             if graph is not None:
                 graph.extend([value for value in args if type(value) is _Tensor and value.requires_grad])
             return Encoded(plain[0], plain[1], args, PLAIN)
-    return encode((args, kwargs), graph)
+    return encode((args, kwargs), graph, place)
 
 
 def decode_call(
@@ -128,19 +177,19 @@ def decode_call(
     return _loads(meta, buffers=buffers)  # type: ignore[no-any-return]
 
 
-def encode_value(value: Any, graph: list[torch.Tensor] | None = None) -> Encoded:
+def encode_value(value: Any, graph: list[torch.Tensor] | None = None, place: Place | None = None) -> Encoded:
     """Encode what a function returned. Functions of farprop's own may return what they have encoded."""
     if value is None:
         return _NONE
     if type(value) is Encoded:
         return value
-    if type(value) in _SHORT:
+    if type(value) in _SHORT and place is None:
         plain = encode_plain((value,))
         if plain is not None:
             if graph is not None and type(value) is _Tensor and value.requires_grad:
                 graph.append(value)
             return Encoded(plain[0], plain[1], value, PLAIN)
-    return encode(value, graph)
+    return encode(value, graph, place)
 
 
 def decode_value(meta: bytes | bytearray | memoryview, buffers: Sequence[Any], flags: int) -> Any:
@@ -187,7 +236,11 @@ def decode_collecting(decoder: Callable[..., _R], *args: Any) -> tuple[_R, list[
 
 
 def _encode(
-    pickler_type: Any, obj: Any, graph: list[torch.Tensor] | None, whole: frozenset[int] | None = None
+    pickler_type: Any,
+    obj: Any,
+    graph: list[torch.Tensor] | None,
+    place: Place | None,
+    whole: frozenset[int] | None = None,
 ) -> Encoded:
     file = io.BytesIO()
     large: list[pickle.PickleBuffer] = []
@@ -205,17 +258,19 @@ def _encode(
     if graph is not None:
         graph.clear()  # of a try that failed
         pickler.graph = graph
+    if place is not None:
+        pickler.place = place
     try:
         pickler.dump(obj)
     except SpanTooShort as short:
-        return _encode(pickler_type, obj, graph, (whole or frozenset()) | {short.storage})
+        return _encode(pickler_type, obj, graph, place, (whole or frozenset()) | {short.storage})
     if not large:
         return Encoded(file.getvalue(), [], None, 0, pickler.travellers)
     return Encoded(file.getvalue(), [b.raw() for b in large], (pickler.sent, large), 0, pickler.travellers)
 
 
-def _cloud_pickler() -> Any:
-    global _CloudPickler
+def _cloud_pickler(place: Place | None) -> Any:
+    global _CloudPickler, _PlacingCloudPickler
     if _CloudPickler is None:
         import cloudpickle
 
@@ -225,10 +280,12 @@ def _cloud_pickler() -> Any:
                 return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
         _CloudPickler = CloudPickler
-    return _CloudPickler
+        _PlacingCloudPickler = type("PlacingCloudPickler", (_Placements, CloudPickler), {})
+    return _CloudPickler if place is None else _PlacingCloudPickler
 
 
 _CloudPickler: Any = None
+_PlacingCloudPickler: Any = None
 _NONE = Encoded(pickle.dumps((0, (None,)), 5), [], None, PLAIN)
 
 

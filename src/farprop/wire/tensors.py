@@ -6,6 +6,8 @@ Rules that hold here:
   the range; later ones are rebuilt as views of the first, so they share memory at the other end.
 - Bytes under ``INLINE_LIMIT`` travel in the pickle as a ``bytearray``; larger ones as out-of-band buffers.
 - A tensor that does not fit this (sparse, quantised, a subclass, ...) is left to torch's own reduction.
+- One that is not on the CPU raises ``NotPlaced``. Whoever knows a device map catches it, and encodes the message again
+  with a ``Place``; so messages of CPU tensors pay nothing for device maps.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +79,9 @@ _CPU_ONLY = (
     "TensorPipeRpcBackendOptions a device_map for the worker you call."
 )
 
+# Which device of the receiver takes what is on a device here; raises UsageError if none does.
+Place = Callable[[torch.device], str]
+
 _memoryview_from = ctypes.pythonapi.PyMemoryView_FromMemory
 _memoryview_from.restype = ctypes.py_object
 _memoryview_from.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
@@ -96,6 +102,14 @@ class Sent(NamedTuple):
     end: int
 
 
+class NotPlaced(UsageError):
+    """A tensor is not on the CPU, and the message is encoded without a ``Place``."""
+
+    @classmethod
+    def on(cls, device: torch.device) -> NotPlaced:
+        return cls(_CPU_ONLY.format(device=device))
+
+
 class SpanTooShort(Exception):
     """A second view needs bytes outside the range already sent: encode again with the whole storage."""
 
@@ -107,11 +121,13 @@ def reduce_tensor(tensor: torch.Tensor, sent: dict[int, Sent], whole: frozenset[
     """How to pickle ``tensor``, or None to leave it to torch. ``whole`` names storages to send entirely."""
     code = CODES.get(tensor.dtype)
     if code is None or tensor.layout is not _STRIDED:
+        if not tensor.is_cpu and not tensor.is_meta:
+            raise NotPlaced.on(tensor.device)
         return None
     if not tensor.is_cpu:
         if tensor.device.type == "meta":
             return None
-        raise UsageError(_CPU_ONLY.format(device=tensor.device))
+        raise NotPlaced.on(tensor.device)
     if tensor.is_neg() or (tensor.is_complex() and tensor.is_conj()):
         # Lazy bits are not in the memory; the reduced form of a clone without them is what we send.
         tensor = tensor.resolve_conj().resolve_neg()
@@ -200,7 +216,8 @@ def _strided(
 
 
 def _empty(code: int, size: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
-    return torch.empty_strided(size, stride, dtype=_dtype(code), requires_grad=requires_grad)
+    tensor = torch.empty_strided(size, stride, dtype=_dtype(code))
+    return requiring_grad(tensor) if requires_grad else tensor
 
 
 def _view(
@@ -215,3 +232,17 @@ def _view(
     tensor = torch.empty(0, dtype=dtype)
     tensor.set_(carrier.untyped_storage(), offset // dtype.itemsize, size, stride)
     return requiring_grad(tensor) if requires_grad else tensor
+
+
+def placed(tensor: torch.Tensor, device: str, requires_grad: bool) -> torch.Tensor:
+    """A tensor that was on another device than the CPU, or is to be: on the device that it goes to.
+
+    The copy is done when this returns, whatever stream uses it: ``to`` waits for copies from memory that is not pinned.
+    """
+    try:
+        moved = tensor.to(device)
+    except Exception as error:
+        raise UsageError(
+            f"This worker can't put a tensor on its device {device}, which the device map of a caller names: {error}"
+        ) from error
+    return requiring_grad(moved) if requires_grad else moved

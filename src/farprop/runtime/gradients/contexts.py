@@ -74,10 +74,17 @@ class Context:
 
     # Messages
 
-    def send(self, to: int, encode: Callable[[list[torch.Tensor] | None], Encoded], answers: str = "") -> Encoded:
+    def send(
+        self,
+        to: int,
+        encode: Callable[[list[torch.Tensor] | None], Encoded],
+        answers: str = "",
+        placed: bool = False,
+    ) -> Encoded:
         """A message of this context: ``encode`` fills the list it gets with the tensors that require grad.
 
-        ``answers`` is the trail of the call that this is the answer to, in anomaly mode.
+        ``answers`` is the trail of the call that this is the answer to, in anomaly mode. ``placed`` if tensors change
+        devices on the way.
         """
         if to != self.me:
             self.known.add(to)
@@ -86,7 +93,7 @@ class Context:
         pair = 0
         if tensors:
             pair = self._new_pair()
-            self.sends[pair] = SendRpcBackward(tensors)
+            self.sends[pair] = SendRpcBackward(tensors, placed)
         trail = b""
         if answers:
             self.trails[pair] = answers

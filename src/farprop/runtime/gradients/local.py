@@ -15,6 +15,7 @@ from farprop.runtime.gradients.execution import Execution, Gradient, Gradients
 from farprop.runtime.gradients.graph import Edge
 from farprop.runtime.gradients.leaves import add, first_gradient, tell_hooks, through_hooks
 from farprop.runtime.gradients.nodes import LEAF_TYPE
+from farprop.runtime.gradients.payload import moved
 from farprop.runtime.gradients.records import RECEIVE, recorded
 
 
@@ -63,8 +64,15 @@ class LocalPass:
         if run.source is None:
             captured = self._execution.run((), None, run.units)
         else:
-            edges = self._roots if run.source == ROOTS else self.context.sends[run.source].next_functions
-            start = zip(edges, self._came.pop(run.source), strict=True)
+            gradients = self._came.pop(run.source)
+            if run.source == ROOTS:
+                edges = self._roots
+            else:
+                send = self.context.sends[run.source]
+                edges = send.next_functions
+                if send.devices is not None:
+                    gradients = moved(gradients, send.devices)
+            start = zip(edges, gradients, strict=True)
             captured = self._execution.run(start, self._plan.sources[run.source], run.units)
         self._distribute(captured)
 

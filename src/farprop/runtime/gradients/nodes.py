@@ -18,11 +18,14 @@ _token = torch.empty(0, requires_grad=True)
 
 
 class SendRpcBackward:
-    """Where a message left this worker. ``next_functions`` are the edges of its tensors that require grad."""
+    """Where a message left this worker. ``next_functions`` are the edges of its tensors that require grad. If some
+    changed devices on the way (``placed``), ``devices`` are those that they were on, where their gradients belong.
+    """
 
-    __slots__ = ("_edges", "_ends")
+    __slots__ = ("_edges", "_ends", "devices")
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, tensors: list[torch.Tensor], placed: bool = False) -> None:
+        self.devices = [tensor.device for tensor in tensors] if placed else None
         # Not the tensors themselves: their memory may be freed. Leaves are kept alive by the graph in any case.
         self._ends: list[Any] = [t if (node := t.grad_fn) is None else (node, t.output_nr) for t in tensors]
         self._edges: tuple[tuple[Any, int], ...] | None = None

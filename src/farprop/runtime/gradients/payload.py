@@ -1,4 +1,8 @@
-"""Gradients in a message. Most are a few small tensors, and the codec has a short way for those if they are simple."""
+"""Gradients in a message. Most are a few small tensors, and the codec has a short way for those if they are simple.
+
+A gradient that is not on the CPU travels as a copy on the CPU, and goes on where the tensor is that it belongs to. That
+is where the inverse of the device map would take it; the send remembers it, so no map is asked.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from farprop.wire.codec import Encoded, encode_call
+from farprop.wire.tensors import NotPlaced
 
 _SMALL = 16 * 1024
 
@@ -30,3 +37,18 @@ def flat(gradients: Sequence[torch.Tensor | None]) -> list[Any]:
 
 def restored(items: Sequence[Any]) -> list[torch.Tensor | None]:
     return [items[item] if type(item) is int else item for item in items]
+
+
+def encode_gradients(message: tuple[Any, ...]) -> Encoded:
+    """Encode a message that has gradients among other things."""
+    try:
+        return encode_call(None, message, {})
+    except NotPlaced:
+        on_cpu = [item.cpu() if isinstance(item, torch.Tensor) else item for item in message]
+        return encode_call(None, tuple(on_cpu), {})
+
+
+def moved(gradients: Sequence[torch.Tensor | None], devices: Sequence[torch.device]) -> list[torch.Tensor | None]:
+    """The gradients on the devices of their tensors."""
+    pairs = zip(gradients, devices, strict=True)
+    return [None if gradient is None else gradient.to(device) for gradient, device in pairs]

@@ -41,7 +41,7 @@ from farprop.runtime.gradients.contexts import COUNTER_BITS, Context, Contexts
 from farprop.runtime.gradients.execution import Gradient
 from farprop.runtime.gradients.graph import Edge
 from farprop.runtime.gradients.local import LocalPass
-from farprop.runtime.gradients.payload import flat, restored
+from farprop.runtime.gradients.payload import encode_gradients, flat, restored
 from farprop.runtime.gradients.records import PASS, SEND, recorded
 from farprop.runtime.links import FutureCall
 from farprop.runtime.message_types import PROPAGATE
@@ -176,7 +176,8 @@ class GradientSpace:
             if context.is_released:
                 self.contexts.find(context.id)  # raises: the gradients are gone with it
         except BaseException as error:
-            local.machine.fail()
+            with local.lock:
+                local.machine.fail()
             self._abort_everywhere(local)
             if origin.error is None or isinstance(error, KeyboardInterrupt):
                 raise
@@ -232,7 +233,8 @@ class GradientSpace:
         while todo or sends:
             if not todo:
                 send = sends.popleft()
-                if waits and not sends:
+                # With all the credit in it, nothing else is under way anywhere, and no news can come meanwhile.
+                if waits and send.share.credit.is_whole:
                     todo.extend(self._exchange(local, send, deadline))
                 else:
                     self._send(local, send)
@@ -316,7 +318,7 @@ class GradientSpace:
     def _message(self, local: LocalPass, send: Send) -> Encoded:
         local.partners.add(send.target.worker)
         gradients = flat(local.take_gradients(send.target))
-        return encode_call(None, (self.me, self._head(local, send.target.pair, send.share), *gradients), {})
+        return encode_gradients((self.me, self._head(local, send.target.pair, send.share), *gradients))
 
     def _send(self, local: LocalPass, send: Send) -> None:
         worker = send.target.worker
@@ -374,7 +376,7 @@ class GradientSpace:
             if isinstance(error, BackwardError):
                 _log.warning("worker %d: a backward pass failed: %s", self.me, error, exc_info=error)
             raise
-        return encode_call(None, tuple(back), {})
+        return encode_gradients(tuple(back))
 
     def _local(self, head: PassHead) -> LocalPass:
         context = self.contexts.find(head.context_id)
@@ -392,10 +394,12 @@ class GradientSpace:
 
     def give_back(self, data: bytes) -> None:
         head = unpack_head(data)
-        local = self._local(head)
-        with local.lock:
-            actions = local.machine.returned(head.share)
-        self._perform(local, actions)
+        context = self.contexts.find(head.context_id)
+        local = context.passes.get(head.pass_id)
+        if local is not None:  # else it has failed meanwhile
+            with local.lock:
+                actions = local.machine.returned(head.share)
+            self._perform(local, actions)
 
     def release_sources(self, data: bytes, used: Iterable[int]) -> None:
         head = unpack_head(data)
@@ -529,7 +533,8 @@ class GradientSpace:
         """The connection to a worker broke: what was on its way may be lost."""
         for context in self.contexts.all():
             for local in list(context.passes.values()):
-                if rank in local.partners and local.machine.active:
+                # Our part may be done, but what we sent may be lost with it. If the pass has ended, nobody listens.
+                if rank in local.partners and not local.machine.failed and not local.machine.ended:
                     name = self._post.name_of_rank(rank)
                     error = ConnectionLostError(f"The connection to {name} was lost during a backward pass.")
                     self.submit(self.fail, local, error)

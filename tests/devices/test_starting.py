@@ -1,0 +1,106 @@
+"""Device maps that can't be used are refused, where the options are made or when the workers meet."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import farprop.rpc as rpc
+from farprop.protocol.device_maps import judge_device_maps
+from farprop.protocol.roster import Entry
+from farprop.runtime.current import current_agent
+from tests.devices import functions as fn
+from tests.devices.jobs import init
+from tests.support.workers import run_workers
+
+Options = rpc.TensorPipeRpcBackendOptions
+
+
+def test_a_map_has_to_be_one_to_one() -> None:
+    for device_map in ({"cuda:0": "cuda:1", "cuda:1": "cuda:1"}, {"cuda:0": "cpu", "cuda:1": "cpu"}):
+        with pytest.raises(ValueError, match="`device_map` only supports 1-to-1 mapping, trying to map cuda:1 and"):
+            Options(device_maps={"worker1": device_map})
+        with pytest.raises(ValueError, match="`device_map` only supports 1-to-1 mapping, trying to map cuda:1 and"):
+            Options().set_device_map("worker1", device_map)
+
+
+def test_what_is_added_to_a_map_has_to_fit_it() -> None:
+    options = Options(device_maps={"worker1": {"cuda:0": "cuda:1"}})
+    with pytest.raises(ValueError, match="`set_device_map` only supports 1-to-1 mapping, trying to map cuda:0 to"):
+        options.set_device_map("worker1", {"cuda:0": "cuda:2"})
+    with pytest.raises(ValueError, match="only supports 1-to-1 mapping"):
+        options.set_device_map("worker1", {"cuda:2": "cuda:1"})
+    options.set_device_map("worker1", {"cuda:1": "cuda:2"})
+    assert options.device_maps["worker1"] == {
+        torch.device("cuda:0"): torch.device("cuda:1"),
+        torch.device("cuda:1"): torch.device("cuda:2"),
+    }
+
+
+def entry(rank: int, maps: dict[str, dict[str, str]], cuda_devices: int = 2, devices: Any = ()) -> Entry:
+    return Entry(
+        f"w{rank}", rank, 2, f"i{rank}", ("127.0.0.1", 5), "u", "n", "host", 9, "same", True, maps, list(devices),
+        cuda_devices,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        (entry(0, {"w9": {"cuda:0": "cuda:0"}}), entry(1, {}), "w0 has invalid target node names.*called w9"),
+        (entry(0, {}, devices=["cuda:0", "cuda:0"]), entry(1, {}), "w0 has duplicated devices"),
+        (entry(0, {}, devices=["cuda:7"]), entry(1, {}), "w0 has devices with invalid indices"),
+        (entry(0, {"w1": {"cuda:0": "cpu", "cuda:1": "cpu"}}), entry(1, {}), "w0 has duplicated target devices"),
+        (entry(0, {"w1": {"cuda:2": "cuda:0"}}), entry(1, {}), "w0 has source devices with invalid indices"),
+        (entry(0, {}), entry(1, {"w0": {"cuda:0": "cuda:2"}}), "w1 has target devices with invalid indices"),
+        (entry(0, {"w1": {"cuda:1": "cuda:0"}}, devices=["cuda:0"]), entry(1, {}), "w0 has unexpected source"),
+        (entry(0, {"w1": {"cuda:1": "cuda:0"}}), entry(1, {}, devices=["cuda:1"]), "w0 has unexpected target"),
+    ],
+)
+def test_each_problem_is_said(first: Entry, second: Entry, says: str) -> None:
+    problem = judge_device_maps([first, second], is_static=True)
+    assert problem is not None
+    assert re.search(says, problem, re.DOTALL), problem
+
+
+def test_good_maps_pass() -> None:
+    good = [entry(0, {"w1": {"cuda:0": "cuda:1", "cuda": "cuda:0", "cpu": "cpu"}}), entry(1, {"w0": {"xpu:0": "cpu"}})]
+    assert judge_device_maps(good, is_static=True) is None
+    assert judge_device_maps([entry(0, {"later": {"cuda:0": "cuda:1"}})], is_static=False) is None
+    assert "to the CPU" in str(judge_device_maps([entry(0, {"later": {"cuda:0": "cpu"}})], is_static=False))
+    assert Entry.from_json(good[0].to_json()) == good[0]
+
+
+def _unknown_worker(rank: int) -> None:
+    with pytest.raises(ValueError, match="worker0 has invalid target node names in its device maps"):
+        init(rank, 2, {"worker7": {"lazy:0": "lazy:1"}} if rank == 0 else {})
+
+
+def test_a_map_for_a_worker_that_is_not_there_is_an_error_at_every_worker() -> None:
+    run_workers(_unknown_worker, 2)
+
+
+def _comes_later(rank: int) -> None:
+    if rank == 0:
+        init(0, None, {"worker1": {"lazy:0": "lazy:1"}})
+        assert fn.finished.wait(30)
+    else:
+        init(1, None, {"worker0": {"lazy:1": "lazy:3"}})
+        while "worker0" not in {info.name for info in current_agent().get_worker_infos()}:
+            pass  # it asks the store
+        there = rpc.rpc_sync("worker0", fn.pass_on, ("worker1", torch.ones(3)))
+        assert there.tolist() == [3.0, 3.0, 3.0]
+        mapped = torch.ones(3).to("lazy:1")
+        assert rpc.rpc_sync("worker0", fn.device, (mapped,)) == "lazy:3"
+        assert str(rpc.rpc_sync("worker0", fn.double, (mapped,)).device) == "lazy:1"
+        # And from the worker that came first to one that came later.
+        assert rpc.rpc_sync("worker0", fn.device_at, ("worker1", "lazy:0")) == ("lazy:1", "lazy:0")
+        rpc.rpc_sync("worker0", fn.finish)
+    rpc.shutdown()
+
+
+def test_groups_that_workers_join_and_leave() -> None:
+    run_workers(_comes_later, 2)
