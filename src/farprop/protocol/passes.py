@@ -121,7 +121,8 @@ class GradientPass:
     _queue: deque[tuple[int | None, frozenset[int], Share]] = field(default_factory=deque)
     _home: Credit = NONE
     _heard: Statuses = field(default_factory=dict)
-    _surveying: bool = False
+    _used: Mapping[int, frozenset[int]] | None = None  # the sends that the roots reach, once that is known
+    _released: set[int] = field(default_factory=set)  # workers
 
     def __post_init__(self) -> None:
         for number, unit in enumerate(self.units):
@@ -177,9 +178,9 @@ class GradientPass:
         return {target for unit in self.units if not wanted.isdisjoint(unit.sources) for target in unit.targets}
 
     def fail(self) -> bool:
-        """Something went wrong. Whether that is news."""
+        """Something went wrong. Whether that is news; to a pass that has ended it is not."""
         news = not self.failed and not self.ended
-        self.failed = True
+        self.failed |= news
         return news
 
     @property
@@ -248,19 +249,25 @@ class GradientPass:
             return [Ended()]
         if self.fast:
             return [Stuck(tuple(blocked))]
-        assert not self._surveying, "a pass came to rest twice with somebody blocked"
-        self._surveying = True
-        return [Survey()]
+        return [Survey()] if self._used is None else self._release()
 
     def surveyed(self, used: Mapping[int, frozenset[int]]) -> list[Action]:
         """These sends, by worker, are all that the roots reach."""
         if self.failed or self.ended:
             return []
-        blocked = self._blocked_workers()
+        self._used = used
+        return self._release()
+
+    def _release(self) -> list[Action]:
+        """Tell those who are blocked and have not been told. What they then send may come to others and block them."""
+        assert self._used is not None
+        blocked = [worker for worker in self._blocked_workers() if worker not in self._released]
+        assert blocked, "all who are blocked know what is used, and still nothing runs"
+        self._released.update(blocked)
         credits = self._home.split(len(blocked))
         self._home = NONE
         return [
-            Release(worker, used.get(worker, frozenset()), Share(credit, {}))
+            Release(worker, self._used.get(worker, frozenset()), Share(credit, {}))
             for worker, credit in zip(blocked, credits, strict=True)
         ]
 
@@ -275,3 +282,4 @@ class GradientPass:
             assert number not in self._started or not missing, f"unit {number} ran too early"
         assert self._running or not self._queue, "something could run and does not"
         assert not (self.ended and self.missing and self.blocked), "the pass ended with work left"
+        assert not (self.ended and self.failed), "the pass ended and failed"

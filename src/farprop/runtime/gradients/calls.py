@@ -8,6 +8,7 @@ from farprop.protocol.passes import PassId
 from farprop.runtime.gradients.space import GradientSpace
 from farprop.runtime.loop import loop_of_this_thread
 from farprop.wire.codec import Encoded
+from farprop.wire.failures import decode_failure
 
 
 def _space() -> GradientSpace:
@@ -32,12 +33,13 @@ def survey(head: bytes, pairs: list[int]) -> Encoded:
     return _space().survey(head, pairs)
 
 
-def failed(context_id: int, origin: int, number: int, failure: bytes) -> None:
-    _space().failed(context_id, PassId(origin, number), failure)
+def failed(origin: int, number: int, failure: bytes) -> None:
+    """Another worker says that a pass of ours failed."""
+    _space().origins.fail(PassId(origin, number), decode_failure(failure))
 
 
 def abort(context_id: int, origin: int, number: int) -> Encoded:
-    return _space().abort(context_id, PassId(origin, number))
+    return _space().failures.abort(context_id, PassId(origin, number))
 
 
 def exists(context_id: int, asker: int) -> Encoded:
