@@ -1,13 +1,13 @@
-"""``python -m tests.simulation``: the protocol of remote references in simulated jobs."""
+"""``python -m tests.simulation``: the protocols of remote references and of backward passes in simulated jobs."""
 
 import argparse
 import os
 import sys
 import time
 
-from tests.simulation.flaws import FLAWS, planted
-from tests.simulation.report import Report, replay, run_all
-from tests.simulation.world import run
+from tests.simulation.kinds import KINDS
+from tests.simulation.planting import FLAWS, planted
+from tests.simulation.report import Report, kind_of, replay, run_all
 
 _SHOWN = 10
 
@@ -16,30 +16,41 @@ def main() -> int:
     options = _options()
     if options.seed is not None:
         with planted(options.flaw):
-            outcome = run(options.seed, tracing=True)
+            outcome = KINDS[kind_of(options.kind, options.flaw)].run(options.seed, tracing=True)
         print(outcome.failure or "all is well")
         return 1 if outcome.failure else 0
+    if options.kind or options.flaw:
+        return _run(kind_of(options.kind, options.flaw), options)
+    failed = 0
+    for name, kind in KINDS.items():
+        print(f"{kind.title}:", flush=True)
+        failed |= _run(name, options)
+    return failed
+
+
+def _run(kind: str, options: argparse.Namespace) -> int:
     started = time.monotonic()
-    report = Report()
-    for outcome in run_all(range(options.start, options.start + options.seeds), options.jobs, options.flaw):
+    report = Report(kind)
+    for outcome in run_all(range(options.start, options.start + options.seeds), options.jobs, options.flaw, kind):
         report.add(outcome)
         if outcome.failure is not None and report.failed <= _SHOWN:
             print(replay(outcome, options.flaw), flush=True)
-    print(report.text(time.monotonic() - started))
+    print(report.text(time.monotonic() - started), flush=True)
     return 1 if report.failed else 0
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.simulation",
-        description="The protocol of remote references in simulated jobs.",
+        description="The protocols of remote references and of backward passes in simulated jobs.",
         epilog="flaws: " + ", ".join(FLAWS),
     )
+    parser.add_argument("--kind", choices=KINDS, help="only these jobs; if it is one seed, references is what is meant")
     parser.add_argument("--seed", type=int, help="run this one and print everything that happens")
-    parser.add_argument("--seeds", type=int, default=20_000, help="how many to run (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=20_000, help="how many to run of each kind (%(default)s)")
     parser.add_argument("--start", type=int, default=0, help="the first of them (%(default)s)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (%(default)s)")
-    parser.add_argument("--flaw", choices=FLAWS, metavar="NAME", help="break the machine in this way first")
+    parser.add_argument("--flaw", choices=FLAWS, metavar="NAME", help="break something in this way first")
     return parser.parse_args()
 
 

@@ -14,14 +14,19 @@ class Flaw(NamedTuple):
     owner: type
     method: str
     replacement: Callable[..., Any]
+    kind: str
+    """Which kind of simulated job has to find it."""
 
 
 FLAWS: dict[str, Flaw] = {}
 
 
-def flaw(owner: type, method: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(replacement: Callable[..., Any]) -> Callable[..., Any]:
-        FLAWS[replacement.__name__.replace("_", "-")] = Flaw(owner, method, replacement)
+def flaw(owner: type, method: str, kind: str = "references") -> Callable[[Any], Any]:
+    """Register a function, or a property, as a flaw."""
+
+    def register(replacement: Any) -> Any:
+        function = replacement.fget if isinstance(replacement, property) else replacement
+        FLAWS[function.__name__.replace("_", "-")] = Flaw(owner, method, replacement, kind)
         return replacement
 
     return register

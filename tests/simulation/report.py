@@ -6,29 +6,18 @@ import multiprocessing
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from tests.simulation.flaws import planted
-from tests.simulation.world import Outcome, run
+from tests.simulation.kinds import KINDS
+from tests.simulation.outcome import Outcome
+from tests.simulation.planting import FLAWS, planted
 
 _CHUNK = 50
-_MESSAGES = ("calls", "answers", "forks", "batches", "replies")
-_OPERATIONS = ("REGISTER", "ACCEPT", "DELETE", "FORGO", "REVOKE", "RECALL")
-_FAULTS = (
-    "lost messages",
-    "doubled messages",
-    "timeouts",
-    "unsent messages",
-    "interrupted sends",
-    "broken connections",
-    "partitions",
-    "divorces",
-    "crashes",
-)
 
 
 class Report:
-    """The sums over many runs."""
+    """The sums over many runs of one kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "references") -> None:
+        self.kind = KINDS[kind]
         self.runs = 0
         self.failed = 0
         self.counts: Counter[str] = Counter()
@@ -41,14 +30,12 @@ class Report:
         self.runs_with.update(outcome.counts.keys())
 
     def text(self, seconds: float) -> str:
-        lines = [
-            f"{self.runs:,} seeds, {self.counts['steps']:,} steps, {seconds:.0f} s: {self.failed:,} failed",
-            "messages:   " + self._listed(_MESSAGES),
-            "operations: " + self._listed(_OPERATIONS),
-            f"ids that the workers keep until somebody dies: {self.counts['kept ids']:,}",
-            f"{'faults':20}{'number':>12}{'runs with it':>16}",
-        ]
-        lines += [f"{fault:20}{self.counts[fault]:>12,}{self.runs_with[fault]:>16,}" for fault in _FAULTS]
+        lines = [f"{self.runs:,} seeds, {self.counts['steps']:,} steps, {seconds:.0f} s: {self.failed:,} failed"]
+        lines += [f"{name + ':':12}{self._listed(names)}" for name, names in self.kind.lists.items()]
+        if self.kind.kept:
+            lines.append(f"{self.kind.kept}: {self.counts['kept ids']:,}")
+        lines.append(f"{'faults':20}{'number':>12}{'runs with it':>16}")
+        lines += [f"{fault:20}{self.counts[fault]:>12,}{self.runs_with[fault]:>16,}" for fault in self.kind.faults]
         return "\n".join(lines)
 
     def _listed(self, names: Iterable[str]) -> str:
@@ -58,21 +45,28 @@ class Report:
 def replay(outcome: Outcome, flaw: str | None) -> str:
     """One line that runs a seed again."""
     planting = f" --flaw {flaw}" if flaw else ""
-    return f"python -m tests.simulation --seed {outcome.seed}{planting}  # {outcome.failure}"
+    kind = f" --kind {outcome.kind}" if outcome.kind != kind_of(None, flaw) else ""
+    return f"python -m tests.simulation{kind} --seed {outcome.seed}{planting}  # {outcome.failure}"
 
 
-def run_all(seeds: range, jobs: int, flaw: str | None) -> Iterator[Outcome]:
+def kind_of(kind: str | None, flaw: str | None) -> str:
+    """The kind of job to run: that which was asked for, or that which the flaw is for."""
+    return kind or (FLAWS[flaw].kind if flaw else "references")
+
+
+def run_all(seeds: range, jobs: int, flaw: str | None, kind: str | None = None) -> Iterator[Outcome]:
     """The outcomes of all seeds, in order."""
+    kind = kind_of(kind, flaw)
     if jobs == 1:
         with planted(flaw):
-            yield from map(run, seeds)
+            yield from map(KINDS[kind].run, seeds)
         return
-    chunks = [(seeds[start : start + _CHUNK], flaw) for start in range(0, len(seeds), _CHUNK)]
+    chunks = [(seeds[start : start + _CHUNK], flaw, kind) for start in range(0, len(seeds), _CHUNK)]
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
         for outcomes in pool.imap(_run_chunk, chunks):
             yield from outcomes
 
 
-def _run_chunk(chunk: tuple[range, str | None]) -> list[Outcome]:
-    seeds, flaw = chunk
-    return list(run_all(seeds, 1, flaw))
+def _run_chunk(chunk: tuple[range, str | None, str]) -> list[Outcome]:
+    seeds, flaw, kind = chunk
+    return list(run_all(seeds, 1, flaw, kind))

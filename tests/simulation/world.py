@@ -5,24 +5,18 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from typing import NamedTuple
 
 from tests.simulation import checks, program
 from tests.simulation.clock import Clock
 from tests.simulation.ledger import Ledger, Violation
 from tests.simulation.names import show
 from tests.simulation.network import Network
+from tests.simulation.outcome import Outcome
 from tests.simulation.weather import draw
 from tests.simulation.worker import Worker
 
 # A run that is not at rest this long after its programs ended never will be.
 MAX_SECONDS = 100.0
-
-
-class Outcome(NamedTuple):
-    seed: int
-    failure: str | None
-    counts: Counter[str]
 
 
 class World:

@@ -14,13 +14,16 @@ import pytest
 from farprop.protocol.references import diagram
 from farprop.protocol.references.states import USER_TABLE, User, UserEvent
 from tests.simulation.checks import Violation
-from tests.simulation.flaws import FLAWS, planted
+from tests.simulation.kinds import flaws_of
+from tests.simulation.outcome import Outcome
+from tests.simulation.planting import planted
 from tests.simulation.report import Report, replay, run_all
-from tests.simulation.world import Outcome, World, run
+from tests.simulation.world import World, run
 
 ROOT = Path(__file__).parents[2]
 SEEDS = 300
 LIMIT = 2000  # seeds within which a flaw has to be found
+FLAWS = flaws_of("references")
 
 
 def test_healthy() -> None:

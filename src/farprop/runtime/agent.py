@@ -528,6 +528,9 @@ class Agent:
     def call_own(self, rank: int, name: bytes, encoded: Encoded, timeout: float, system: bool) -> Frame:
         return self.link(rank, timeout).call_sync(SYSTEM if system else 0, name, encoded, timeout)
 
+    def ranks(self) -> list[int]:
+        return [info.id for info in self.get_worker_infos()]
+
     def clean_up(self, rank: int, context_id: int) -> None:
         counter = context_id & (1 << COUNTER_BITS) - 1
         self.references.clean_up(rank, GlobalId(context_id >> COUNTER_BITS, counter))

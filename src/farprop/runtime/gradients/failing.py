@@ -1,11 +1,18 @@
-"""What happens when a pass fails: its origin hears of it, every worker drops it, and then the error is raised."""
+"""What happens when a pass fails: its origin hears of it, every worker drops it, and then the error is raised.
+
+Rules that hold here:
+
+- A worker that notices a failure stops, and tells the origin. It undoes nothing by itself: the pass may have ended.
+- Only the origin knows that it has not. It has everybody undo it, also those who can only be found by asking everybody.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 
-from farprop.errors import FarpropError, UsageError
+from farprop.errors import ConnectionLostError, FarpropError, UsageError
 from farprop.protocol.passes import PassId
 from farprop.runtime.gradients.contexts import Contexts
 from farprop.runtime.gradients.local import LocalPass
@@ -19,6 +26,7 @@ _log = logging.getLogger("farprop.autograd")
 _FAILED = b"farprop.runtime.gradients.calls:failed"
 _ABORT = b"farprop.runtime.gradients.calls:abort"
 _ABORT_SECONDS = 5.0
+_TRIES = 3
 
 
 class Failures:
@@ -36,21 +44,25 @@ class Failures:
             return
         if local.id.origin == self._me:
             self._origins.fail(local.id, error)
-            return
+        else:
+            self._report(local.id, encode_failure(error, self._post.name_of_rank(self._me)).meta, _TRIES)
+
+    def _report(self, pass_id: PassId, failure: bytes, tries: int) -> None:
+        def again(error: Exception) -> None:
+            _log.info("can't tell worker %d of a failed backward pass: %s", pass_id.origin, error)
+            if tries > 1:
+                self._report(pass_id, failure, tries - 1)
+
         try:
-            failure = encode_failure(error, self._post.name_of_rank(self._me)).meta
-            args = encode_call(None, (*local.id, failure), {})
-            self._post.send_own(local.id.origin, _FAILED, args, Word(self._post, None), system=True)
-        except (FarpropError, OSError) as lost:
-            _log.info("can't tell worker %d of a failed backward pass: %s", local.id.origin, lost)
+            args = encode_call(None, (*pass_id, failure), {})
+            self._post.send_own(pass_id.origin, _FAILED, args, Word(self._post, again), system=True)
+        except (FarpropError, OSError) as error:
+            again(error)
 
     def stop(self, local: LocalPass) -> bool:
-        """Drop a pass here, and undo it. Whether it had not been already."""
+        """Run and send nothing more of a pass here. Whether that is news."""
         with local.lock:
-            news = local.machine.fail()
-        if news:
-            local.undo()
-        return news
+            return local.machine.fail()
 
     def abort_everywhere(self, local: LocalPass) -> None:
         """At the origin: have every worker that may know the pass drop it."""
@@ -62,11 +74,20 @@ class Failures:
         while waiting - asked:
             worker = (waiting - asked).pop()
             asked.add(worker)
+            waiting.update(self._ask_to_abort(worker, local, end))
+
+    def _ask_to_abort(self, worker: int, local: LocalPass, end: float) -> Iterable[int]:
+        """Who else may know the pass. If the worker is gone, that may be anybody."""
+        for _ in range(_TRIES):
             try:
                 timeout = max(0.05, end - time.monotonic())
-                waiting.update(ask(self._post, worker, _ABORT, timeout, local.context.id, *local.id))
-            except Exception as error:
+                return ask(self._post, worker, _ABORT, timeout, local.context.id, *local.id)  # type: ignore[no-any-return]
+            except ConnectionLostError as error:
                 _log.info("can't tell worker %d that a backward pass failed: %s", worker, error)
+            except Exception as error:
+                _log.warning("worker %d does not hear that a backward pass failed: %s", worker, error)
+                break
+        return self._post.ranks()
 
     def abort(self, context_id: int, pass_id: PassId) -> Encoded:
         """The origin of a pass gave it up. Returns the workers that may have to hear it too."""
@@ -78,6 +99,7 @@ class Failures:
             context.aborted.add(pass_id)
             local = context.passes.pop(pass_id, None)
         if local is None:
-            return answer([])
+            return answer(sorted(context.known))
         self.stop(local)
+        local.undo()
         return answer(sorted(context.known | local.partners))

@@ -76,7 +76,7 @@ class Performer:
         back: list[Any] = [None]
         sends: deque[Send] = deque()
         todo = deque(actions)
-        while todo or sends:
+        while (todo or sends) and not local.machine.failed:
             if not todo:
                 send = sends.popleft()
                 # With all the credit in it, nothing else is under way anywhere, and no news can come meanwhile.

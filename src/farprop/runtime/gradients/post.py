@@ -18,6 +18,9 @@ class Post(Protocol):
 
     def name_of_rank(self, rank: int) -> str: ...
 
+    def ranks(self) -> list[int]:
+        """All workers of the job."""
+
     def send_own(self, rank: int, name: bytes, encoded: Encoded, call: FutureCall, system: bool) -> None:
         """Call a function of farprop's on another worker; raises like any call. ``system`` if it is short."""
 

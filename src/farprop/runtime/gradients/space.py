@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from farprop.errors import BackwardError, ConnectionLostError, FarpropError, RpcTimeoutError
+from farprop.errors import BackwardError, ConnectionLostError, FarpropError, RpcTimeoutError, UsageError
 from farprop.protocol.credit import NONE
 from farprop.protocol.pass_messages import PassHead, unpack_head
 from farprop.protocol.passes import ROOTS, Ended, PassId, Share, Survey, Target
@@ -68,8 +68,6 @@ class GradientSpace:
                     actions = local.machine.start()
                 self._performer.perform(local, actions, deadline=origin.deadline, waits=True)
                 self._wait(local, origin)
-            if context.is_released:
-                self.contexts.find(context.id)  # raises: the gradients are gone with it
         except BaseException as error:
             self.failures.abort_everywhere(local)
             if origin.error is None or not isinstance(error, Exception):
@@ -143,6 +141,8 @@ class GradientSpace:
                 del context.passes[old]
         local = LocalPass(context, self.me, head.pass_id, head.fast, head.keep_graph, head.anomaly)
         with context.lock:
+            if head.pass_id in context.aborted:
+                raise FarpropError(f"The backward pass of context {context.id} has ended with an error.")
             return context.passes.setdefault(head.pass_id, local)
 
     def give_back(self, data: bytes) -> None:
@@ -174,9 +174,14 @@ class GradientSpace:
     def release(self, context_id: int) -> None:
         """End a context here, and have every worker that this one knows of it end it too."""
         context = self.contexts.release(context_id)
-        if context is not None:
-            for worker in list(context.known):
-                self._post.clean_up(worker, context_id)
+        if context is None:
+            return
+        for worker in list(context.known):
+            self._post.clean_up(worker, context_id)
+        for local in list(context.passes.values()):
+            if local.machine.active:
+                text = f"Could not find autograd context with id: {context_id}. It has ended, during a backward pass."
+                self.failures.fail(local, UsageError(text))
 
     def lost(self, rank: int) -> None:
         """The connection to a worker broke: what was on its way may be lost."""
@@ -192,8 +197,9 @@ class GradientSpace:
         """A worker is dead: its contexts and passes have ended, and it passes no clean-up on any more."""
         for context in self.contexts.all():
             for pass_id, local in list(context.passes.items()):
-                if pass_id.origin == rank:
+                if pass_id.origin == rank and local.machine.active:
                     self.failures.stop(local)
+                    local.undo()
             maker = context.id >> COUNTER_BITS
             if maker == rank:
                 self.release(context.id)

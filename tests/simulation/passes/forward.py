@@ -1,0 +1,183 @@
+"""The graph that a forward pass leaves behind: a part of it on each worker, tied together by messages."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from farprop.protocol.passes import ROOTS, Target, Unit
+
+if TYPE_CHECKING:
+    from tests.simulation.passes.worker import Worker
+    from tests.simulation.passes.world import World
+
+
+class Node(NamedTuple):
+    """A local value: a leaf (no inputs), a receive (a target), or computed from other values."""
+
+    inputs: tuple[int, ...]
+    target: Target | None = None
+    hooked: bool = False  # a leaf that is run once, with the sum; others take what comes when it comes
+
+
+class Graph:
+    """One worker's part. Nodes and sends are only ever added."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.sends: dict[int, tuple[int, ...]] = {}
+        self._reaches: dict[int, frozenset[int]] = {}
+
+    def add(self, node: Node) -> None:
+        self.nodes.append(node)
+
+    def sinks(self) -> list[int]:
+        """The values that nothing was made from, and that were not sent."""
+        used = {number for node in self.nodes for number in node.inputs}
+        used.update(number for numbers in self.sends.values() for number in numbers)
+        return [number for number in range(len(self.nodes)) if number not in used]
+
+    def reach(self, starts: Iterable[int]) -> frozenset[int]:
+        seen: set[int] = set()
+        stack = list(starts)
+        while stack:
+            number = stack.pop()
+            if number not in seen:
+                seen.add(number)
+                stack += self.nodes[number].inputs
+        return frozenset(seen)
+
+    def reach_of(self, pair: int) -> frozenset[int]:
+        if pair not in self._reaches:
+            self._reaches[pair] = self.reach(self.sends[pair])
+        return self._reaches[pair]
+
+    def reaches(self, roots: Iterable[int]) -> dict[int, frozenset[int]]:
+        """What each source leads to."""
+        found = {pair: self.reach_of(pair) for pair in self.sends}
+        if roots:
+            found[ROOTS] = self.reach(roots)
+        return found
+
+    def targets(self, numbers: Iterable[int]) -> list[Target]:
+        return [target for number in sorted(numbers) if (target := self.nodes[number].target) is not None]
+
+    def units(self, reaches: dict[int, frozenset[int]]) -> list[Unit]:
+        """The units as the runtime makes them: one for each source alone, one for each set of sources that share."""
+        masks: dict[int, set[int]] = {}
+        for source, reach in reaches.items():
+            for number in reach:
+                masks.setdefault(number, set()).add(source)
+        numbers: dict[frozenset[int], list[int]] = {frozenset((source,)): [] for source in reaches}
+        for number, mask in sorted(masks.items()):
+            node = self.nodes[number]
+            is_leaf = not node.inputs and node.target is None
+            if len(mask) == 1 or not is_leaf or node.hooked:
+                numbers.setdefault(frozenset(mask), []).append(number)
+        return [Unit(mask, tuple(self.targets(members))) for mask, members in numbers.items()]
+
+
+def grow(world: World) -> None:
+    """One thing that a program does under the context: a value more, or a message with some, or a call."""
+    chance = world.chance
+    worker = chance.choice([worker for worker in world.live() if worker.context is not None])
+    assert worker.context is not None
+    graph = worker.context.graph
+    (thing,) = chance.choices(("leaf", "value", "message", "call"), (1, 4, 2, 5))
+    if thing == "leaf":
+        graph.add(Node((), hooked=chance.random() < 0.3))
+    elif thing == "value":
+        graph.add(Node(some(world, graph)))
+    elif thing == "call":
+        _call(world, worker)
+    else:
+        message(world, worker.rank, _peer(world, worker), some(world, graph) if chance.random() < 0.9 else ())
+
+
+def _call(world: World, caller: Worker, depth: int = 0) -> None:
+    """Send values, have something made from them, and get it back. The function that is called may make calls, too."""
+    callee = world.workers[_peer(world, caller)]
+    if caller.context is None or callee.crashed:
+        return
+    message(world, caller.rank, callee.rank, some(world, caller.context.graph))
+    if callee.context is None:
+        return
+    graph = callee.context.graph
+    if depth < 4 and world.chance.random() < 0.6:
+        _call(world, callee, depth + 1)
+    others = some(world, graph) if world.chance.random() < 0.5 else ()
+    graph.add(Node(tuple(sorted({len(graph.nodes) - 1, *others}))))
+    message(world, callee.rank, caller.rank, (len(graph.nodes) - 1,))
+
+
+def pipeline(world: World) -> None:
+    """Calls inside of calls, from home to the far end and back, with nothing but what they bring."""
+    path = [world.home]
+    while away := [rank for rank, towards in world.ways_home.items() if towards == path[-1]]:
+        path.append(world.chance.choice(away))
+    path += path[-2::-1]
+    for sender, receiver in itertools.pairwise(path):
+        context = world.workers[sender].meet()
+        assert context is not None
+        context.graph.add(Node((len(context.graph.nodes) - 1,)))
+        message(world, sender, receiver, (len(context.graph.nodes) - 1,))
+
+
+def _peer(world: World, worker: Worker) -> int:
+    return world.chance.choice(world.peers(worker.rank)) if world.chance.random() < 0.9 else worker.rank
+
+
+def message(world: World, sender: int, receiver: int, values: tuple[int, ...]) -> None:
+    """A call or an answer with these values in it. What it takes along of the context counts from now on."""
+    context = world.workers[sender].context
+    assert context is not None
+    meeting = world.workers[receiver].meet()
+    if meeting is None:
+        return
+    if sender != receiver:
+        context.known.add(receiver)
+        meeting.known.add(sender)
+    if values:
+        pair = world.next_pair(sender)
+        world.say("%d -> %d: values %s in the forward pass, pair %d", sender, receiver, list(values), pair)
+        context.graph.sends[pair] = values
+        meeting.graph.add(Node((), Target(sender, pair)))
+
+
+def gather(world: World) -> None:
+    """All that nothing was made from is sent home, so that every send is used; hand over hand if that is the way."""
+    for rank, towards in reversed(world.ways_home.items()):
+        worker = world.workers[rank]
+        if worker.context is not None:
+            if world.is_sparse:
+                message(world, rank, towards, tuple(worker.context.graph.sinks()))
+            else:
+                message(world, rank, world.home, tuple(worker.context.graph.sinks()))
+
+
+def some(world: World, graph: Graph) -> tuple[int, ...]:
+    """Some values, and rather the newer ones, so that graphs become deep."""
+    chance = world.chance
+    size = len(graph.nodes)
+    count = min(size, chance.choice((1, 1, 2, 3)))
+    recent = range(max(0, size - 4), size)
+    return tuple(
+        sorted({chance.choice(recent) if chance.random() < 0.6 else chance.randrange(size) for _ in range(count)})
+    )
+
+
+def used_sends(world: World, origin: int, roots: tuple[int, ...]) -> dict[int, set[int]]:
+    """What a pass from these roots has to come to: the sources of each worker."""
+    used: dict[int, set[int]] = {origin: {ROOTS}}
+    context = world.workers[origin].context
+    assert context is not None
+    stack = context.graph.targets(context.graph.reach(roots))
+    while stack:
+        worker, pair = stack.pop()
+        if pair not in used.setdefault(worker, set()):
+            used[worker].add(pair)
+            theirs = world.workers[worker].context
+            if theirs is not None:
+                stack += theirs.graph.targets(theirs.graph.reach_of(pair))
+    return used

@@ -1,0 +1,125 @@
+"""The thread that calls ``backward``: it waits for its pass, asks who is used, and has everybody drop what failed."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from farprop.protocol.credit import NONE
+from farprop.protocol.passes import ROOTS, Action, Ended, PassId, Share, Survey
+from tests.simulation.passes import checks
+from tests.simulation.passes.local import Local
+from tests.simulation.passes.stories import PassStory
+from tests.simulation.passes.threads import Future, PassError, Steps
+
+if TYPE_CHECKING:
+    from tests.simulation.passes.worker import Worker
+
+DEADLINE = 100.0  # seconds; no pass that can end takes as long
+
+
+class Origin:
+    """What the thread waits for."""
+
+    def __init__(self) -> None:
+        self.events: deque[Action] = deque()
+        self.error: PassError | None = None
+        self.late = False
+        self.bell = Future()
+
+    def tell(self, action: Action) -> None:
+        self.events.append(action)
+        self.bell.done()
+
+    def fail(self, error: PassError) -> None:
+        if self.error is None:
+            self.error = error
+        self.bell.done()
+
+    def expire(self) -> None:
+        if self.error is None:
+            self.late = True
+            self.fail(PassError("the deadline is over"))
+
+
+def backward(worker: Worker, story: PassStory) -> Steps:
+    context = worker.context
+    assert context is not None
+    origin = Origin()
+    worker.origins[story.id] = origin
+    local = context.passes[story.id] = Local(worker.world, story, worker.rank, context.graph)
+    worker.world.clock.after(DEADLINE, origin.expire)
+    worker.world.say("%d: backward from %s, %s", worker.rank, list(story.roots), story)
+    try:
+        yield from worker.perform(local, local.start(), waits=True)
+        yield from _wait(worker, local, origin)
+        story.outcome = "ended"
+    except PassError:
+        worker.undo(local)
+        yield from abort_everywhere(worker, local)
+        story.outcome = "late" if origin.late else "failed"
+        story.faulty |= not origin.late
+        checks.raised(worker.world, story)
+    del worker.origins[story.id]
+    context.passes.pop(story.id, None)
+    worker.world.say("%s has %s", story, story.outcome)
+
+
+def _wait(worker: Worker, local: Local, origin: Origin) -> Steps:
+    while True:
+        if origin.error is not None:
+            raise origin.error
+        if not origin.events:
+            origin.bell = Future()
+            yield origin.bell
+            yield worker.world.network.delay()
+            continue
+        action = origin.events.popleft()
+        if isinstance(action, Ended):
+            return
+        if isinstance(action, Survey):
+            used = yield from survey(worker, local)
+            yield from worker.perform(local, local.surveyed(used), waits=True)
+
+
+def survey(worker: Worker, local: Local) -> Steps:
+    """All sends that the roots reach, by worker."""
+    found: dict[int, set[int]] = {}
+    news = sorted(local.machine.reach([ROOTS]))
+    while news:
+        asked: dict[int, list[int]] = {}
+        for rank, pair in news:
+            if pair not in found.setdefault(rank, set()):
+                found[rank].add(pair)
+                asked.setdefault(rank, []).append(pair)
+        news = []
+        for rank, pairs in asked.items():
+            if rank == worker.rank:
+                news += sorted(local.machine.reach(pairs))
+            else:
+                head = worker.head(local, 0, Share(NONE, {}))
+                news += yield worker.call(local, rank, "survey", head, tuple(pairs))
+    return {rank: frozenset(pairs) for rank, pairs in found.items()}
+
+
+def abort_everywhere(worker: Worker, local: Local) -> Steps:
+    """Whoever may have the pass drops it: those whom somebody with it knows, and if one of them is dead, everybody."""
+    world = worker.world
+    asked = {worker.rank}
+    context = worker.context
+    waiting = set(local.partners) | (context.known if context is not None else set())
+    while todo := sorted(waiting - asked):
+        rank = todo[0]
+        asked.add(rank)
+        answer = yield from abort(worker, local.id, rank)
+        waiting.update(answer if answer is not None else range(len(world.workers)))
+
+
+def abort(worker: Worker, pass_id: PassId, rank: int) -> Steps:
+    """Whom it knows; None if it is dead."""
+    while rank not in worker.dead:
+        try:
+            return (yield worker.world.network.call(worker.rank, rank, "abort", pass_id))
+        except PassError:
+            yield 0.3
+    return None

@@ -1,0 +1,263 @@
+"""A worker: a runtime in miniature around the machines under test, after ``farprop.runtime.gradients.space``.
+
+A pass that failed is stopped where that is noticed, and undone when its origin says so: only the origin knows whether
+it had ended before. If the origin is dead, what is not finished is undone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from farprop.protocol.pass_messages import PassHead, pack_head, unpack_head
+from farprop.protocol.passes import Action, GiveBack, PassId, Release, Run, Send, Share
+from tests.simulation.passes import checks
+from tests.simulation.passes.context import Holder
+from tests.simulation.passes.local import Local
+from tests.simulation.passes.network import Call
+from tests.simulation.passes.origin import Origin
+from tests.simulation.passes.threads import Future, PassError, Steps, start
+
+if TYPE_CHECKING:
+    from tests.simulation.passes.world import World
+
+# What matters of the head of a message is set in it.
+_HEAD = PassHead(*[False] * len(PassHead._fields))._replace(context_id=7)
+
+
+class Worker(Holder):
+    def __init__(self, world: World, rank: int) -> None:
+        super().__init__(world, rank)
+        self.origins: dict[PassId, Origin] = {}
+        self.numbers = itertools.count(1)
+
+    # Doing what the machines want
+
+    def perform(self, local: Local, actions: list[Action], back_to: int = -1, waits: bool = False) -> Steps:
+        """Do all of it; what goes to worker ``back_to`` is returned. ``waits``: this thread may wait for an answer."""
+        back: list[tuple[bytes, bool]] = []
+        sends: deque[Send] = deque()
+        todo = deque(actions)
+        while (todo or sends) and not self.is_over(local):
+            if self.world.chance.random() < 0.2:
+                yield self.world.network.delay()  # other threads get in between
+                continue
+            if not todo:
+                send = sends.popleft()
+                call = self._send(local, send)
+                if waits and not sends:
+                    todo.extend(self._take_answer(local, (yield call)))
+                else:
+                    call.then(lambda answer, error: start(self, self._answered(local, answer, error)) and None)
+                continue
+            action = todo.popleft()
+            if isinstance(action, Run):
+                todo.extend((yield from self._execute(local, action)))
+            elif isinstance(action, Send):
+                if action.target.worker not in (back_to, self.rank):
+                    sends.append(action)
+                    continue
+                checks.sends(local, action)
+                if action.target.worker == back_to:
+                    back.append((self.head(local, action.target.pair, action.share), True))
+                else:
+                    todo.extend(local.come(action.target.pair, action.share))
+            elif isinstance(action, GiveBack):
+                head = self.head(local, 0, action.share)
+                if back_to == local.id.origin:
+                    back.append((head, False))
+                else:
+                    self.tell(local, local.id.origin, "give_back", head)
+            elif isinstance(action, Release):
+                if action.worker == self.rank:
+                    todo.extend(local.release(action.used, action.share))
+                else:
+                    local.partners.add(action.worker)
+                    head = self.head(local, 0, action.share)
+                    self.tell(local, action.worker, "release_sources", head, tuple(sorted(action.used)))
+            elif local.id in self.origins:
+                self.origins[local.id].tell(action)
+        return back
+
+    def is_over(self, local: Local) -> bool:
+        """What was decided before a failure is not done after it."""
+        return local.machine.failed
+
+    def _execute(self, local: Local, run: Run) -> Steps:
+        chance, weather = self.world.chance, self.world.weather
+        self.world.say("%d runs units %s of %s after source %s", self.rank, run.units, local.story, run.source)
+        local.begin(run)
+        yield self.world.network.delay()
+        if chance.random() < weather.failing:
+            self.world.counts["failing units"] += 1
+            self.world.say("%d: it raises", self.rank)
+            local.story.faulty = True
+            raise PassError("a unit failed")
+        return local.end(run)
+
+    def head(self, local: Local, pair: int, share: Share) -> bytes:
+        passes = self.context.passes if self.context is not None else {}
+        mine = [number for origin, number in passes if origin == self.rank]
+        oldest = min(mine, default=0) if local.id.origin == self.rank else 0
+        head = _HEAD._replace(pair=pair, pass_id=local.id, oldest=oldest, fast=local.story.fast, share=share)
+        return pack_head(head)
+
+    # Messages that leave
+
+    def call(self, local: Local, worker: int, method: str, *arguments: Any) -> Future:
+        local.story.messages[method] += 1
+        return self.world.network.call(self.rank, worker, method, *arguments)
+
+    def _send(self, local: Local, send: Send) -> Future:
+        checks.sends(local, send)
+        local.partners.add(send.target.worker)
+        head = self.head(local, send.target.pair, send.share)
+        call = self.call(local, send.target.worker, "propagate", self.rank, head)
+        chance = self.world.chance
+        if chance.random() < self.world.weather.timeouts:
+            self.world.clock.after(chance.uniform(0.0, 0.1), self._time_out, call)
+        return call
+
+    def _time_out(self, call: Future) -> None:
+        if not call.is_done and not self.crashed:
+            self.world.fault("timeouts")
+            call.done(None, PassError("timeout"))
+
+    def tell(self, local: Local, worker: int, method: str, *arguments: Any) -> None:
+        def check(_: Any, error: PassError | None) -> None:
+            if error is not None:
+                start(self, self.fail(local, error))
+
+        self.call(local, worker, method, *arguments).then(check)
+
+    def _take_answer(self, local: Local, back: list[tuple[bytes, bool]]) -> list[Action]:
+        actions: list[Action] = []
+        for data, is_gradient in back:
+            head = unpack_head(data)
+            actions += local.come(head.pair, head.share) if is_gradient else local.returned(head.share)
+        return actions
+
+    def _answered(self, local: Local, back: list[tuple[bytes, bool]], error: PassError | None) -> Steps:
+        try:
+            if error is not None:
+                raise error
+            yield from self.perform(local, self._take_answer(local, back))
+        except PassError as raised:
+            yield from self.fail(local, raised)
+
+    # Messages that come
+
+    def serve(self, call: Call) -> Future:
+        return start(self, getattr(self, "on_" + call.method)(*call.arguments))
+
+    def _local(self, head: PassHead) -> Local:
+        context = self.find()
+        local = context.passes.get(head.pass_id)
+        if local is not None:
+            return local
+        if head.pass_id in context.aborted or head.pass_id.origin == self.rank:
+            raise PassError("the pass has ended with an error")
+        for old in [i for i in context.passes if i.origin == head.pass_id.origin and i.number < head.oldest]:
+            del context.passes[old]
+        local = context.passes[head.pass_id] = Local(
+            self.world, self.world.story(head.pass_id), self.rank, context.graph
+        )
+        return local
+
+    def on_propagate(self, sender: int, data: bytes) -> Steps:
+        head = unpack_head(data)
+        local = self._local(head)
+        local.partners.add(sender)
+        try:
+            return (yield from self.perform(local, local.come(head.pair, head.share), back_to=sender))
+        except PassError:
+            local.fail()
+            raise
+
+    def on_give_back(self, data: bytes) -> Steps:
+        head = unpack_head(data)
+        local = self._local(head)
+        yield from self.perform(local, local.returned(head.share))
+
+    def on_release_sources(self, data: bytes, used: tuple[int, ...]) -> Steps:
+        head = unpack_head(data)
+        local = self._local(head)
+        local.partners.add(local.id.origin)
+        try:
+            yield from self.perform(local, local.release(used, head.share))
+        except PassError:
+            local.fail()
+            raise
+
+    def on_survey(self, data: bytes, pairs: tuple[int, ...]) -> Steps:
+        local = self._local(unpack_head(data))
+        yield 0.0
+        return sorted(local.machine.reach(pairs))
+
+    # Failure: see ``origin`` for the other half
+
+    def fail(self, local: Local, error: PassError) -> Steps:
+        """A pass can't go on because of something that happened here."""
+        if local.fail():
+            yield from self.tell_origin(local, error)
+
+    def tell_origin(self, local: Local, error: PassError) -> Steps:
+        origin = local.id.origin
+        self.world.say("%d: %s fails: %s", self.rank, local.story, error)
+        if origin == self.rank:
+            if local.id in self.origins:
+                self.origins[local.id].fail(error)
+            return
+        while origin not in self.dead:
+            try:
+                return (yield self.call(local, origin, "failed", local.id))
+            except PassError:
+                yield 0.3
+
+    def on_failed(self, pass_id: PassId) -> Steps:
+        yield 0.0
+        if pass_id in self.origins:
+            self.origins[pass_id].fail(PassError("a worker says so"))
+
+    def on_abort(self, pass_id: PassId) -> Steps:
+        """The workers that may have to hear it too."""
+        yield 0.0
+        if self.context is None:
+            return []
+        self.context.aborted.add(pass_id)
+        local = self.context.passes.pop(pass_id, None)
+        if local is not None:
+            self.undo(local)
+        return sorted(self.context.known)  # also if this is not the first time: the answer may have been lost
+
+    def undo(self, local: Local) -> None:
+        local.fail()
+        local.undone = True
+
+    def orphaned(self, local: Local) -> None:
+        """The origin has died."""
+        if local.machine.active:
+            self.undo(local)
+
+    def lost(self, rank: int) -> None:
+        """The connection to a worker broke: what it had of a pass may be gone, and maybe nobody else says so."""
+        for local in list(self.context.passes.values() if self.context is not None else ()):
+            if rank in local.partners and not local.machine.failed and not local.machine.ended:
+                error = PassError(f"the connection to {rank} is lost")
+                start(self, self.fail(local, error) if local.machine.active else self.tell_origin(local, error))
+
+    def died(self, rank: int) -> None:
+        if self.crashed or rank in self.dead:
+            return
+        self.world.say("%d takes %d for dead", self.rank, rank)
+        self.dead.add(rank)
+        if self.context is None:
+            return
+        for pass_id, local in self.context.passes.items():
+            if pass_id.origin == rank:
+                self.orphaned(local)
+        if self.world.maker == rank:
+            self.release()
+        elif self.world.maker != self.rank and rank in self.context.known:
+            start(self, self.ask_maker())

@@ -1,0 +1,230 @@
+"""One run: everything that follows from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from farprop.protocol.passes import PassId
+from tests.simulation.clock import Clock
+from tests.simulation.ledger import Violation
+from tests.simulation.outcome import Outcome
+from tests.simulation.passes import checks, forward
+from tests.simulation.passes.local import Local
+from tests.simulation.passes.network import Network
+from tests.simulation.passes.origin import backward
+from tests.simulation.passes.stories import PassStory
+from tests.simulation.passes.threads import Steps, start
+from tests.simulation.passes.weather import draw
+from tests.simulation.passes.worker import Worker
+
+MAX_SECONDS = 2000.0
+_COUNTER_BITS = 48
+
+
+class World:
+    """``swapped``: what would be a FAST pass is a SMART one, and the other way round."""
+
+    def __init__(self, seed: int, tracing: bool, swapped: bool = False) -> None:
+        self.tracing = tracing
+        self.swapped = swapped
+        self.chance = chance = random.Random(seed)
+        self.clock = Clock()
+        self.weather = draw(chance)
+        self.counts: Counter[str] = Counter()
+        self.touched: dict[Local, None] = {}  # with whose machines this event had to do
+        self.stories: list[PassStory] = []
+        self.network = Network(self)
+        self.workers = [Worker(self, rank) for rank in range(chance.choice((2, 3, 4, 5, 5)))]
+        self.maker = chance.randrange(len(self.workers))
+        self.is_sparse = chance.random() < 0.5  # workers speak only with their neighbours in a tree
+        same = self.is_sparse or chance.random() < 0.8
+        self.home = self.maker if same else chance.randrange(len(self.workers))  # most passes start here
+        self.ways_home = self._tree()
+        self._faults = [self.network.break_one] * self.weather.breaks + [self._crash] * self.weather.crashes
+        chance.shuffle(self._faults)
+        self._pairs = 0
+        self.say("%d workers, %s", len(self.workers), self.weather)
+
+    def live(self) -> list[Worker]:
+        return [worker for worker in self.workers if not worker.crashed]
+
+    def next_pair(self, rank: int) -> int:
+        self._pairs += 1
+        return (rank << _COUNTER_BITS) + self._pairs
+
+    def story(self, pass_id: PassId) -> PassStory:
+        return next(story for story in self.stories if story.id == pass_id)
+
+    def say(self, text: str, *things: object) -> None:
+        if self.tracing:
+            print(f"{self.clock.now:8.4f}  " + text % things)
+
+    def _tree(self) -> dict[int, int]:
+        """For each worker but home the next one on the way there. A line, mostly."""
+        chance = self.chance
+        reached = [self.home]
+        ways: dict[int, int] = {}
+        for rank in chance.sample(range(len(self.workers)), len(self.workers)):
+            if rank != self.home:
+                ways[rank] = reached[-1] if chance.random() < 0.8 else chance.choice(reached)
+                reached.append(rank)
+        return ways
+
+    def peers(self, rank: int) -> list[int]:
+        """The workers that a worker sends values to."""
+        if not self.is_sparse:
+            return list(range(len(self.workers)))
+        return [other for pair in self.ways_home.items() if rank in pair for other in pair if other != rank]
+
+    def run(self) -> None:
+        chance, clock = self.chance, self.clock
+        self._forward()
+        for _ in range(chance.choice((1, 1, 2))):
+            worker = self.workers[self.home] if chance.random() < 0.7 else self._any_with_context()
+            clock.after(chance.uniform(0.0, 0.1), self._start_program, worker)
+        self._run_dry()
+        checks.calm(self)
+        self._count_passes()
+        if not self.workers[self.maker].crashed:
+            if self.weather.crashes and chance.random() < 0.5:
+                clock.after(chance.uniform(0.0, 0.05), self._crash)
+            self.workers[self.maker].release()
+        self._run_dry()
+        checks.cleaned_up(self)
+
+    def _count_passes(self) -> None:
+        for story in self.stories:
+            self.counts["FAST" if story.fast else "SMART"] += 1
+            self.counts["complete"] += story.is_complete
+            self.counts[{"": "cut short", "late": "stuck"}.get(story.outcome, story.outcome)] += 1
+
+    def _forward(self) -> None:
+        chance = self.chance
+        self.workers[self.maker].meet()
+        if self.home != self.maker:
+            forward.message(self, self.maker, self.home, (0,))
+        if self.is_sparse and chance.random() < 0.4:
+            for _ in range(chance.randint(1, 4)):
+                forward.pipeline(self)
+        else:
+            for _ in range(chance.choice((2, 10, 20, 30))):
+                forward.grow(self)
+        if chance.random() < 0.5:
+            forward.gather(self)
+        elif chance.random() < 0.4:
+            for _ in range(chance.randint(1, 5)):  # meanwhile, a program goes on in the same context
+                self.clock.after(chance.uniform(0.0, 0.3), self._grow)
+
+    def _grow(self) -> None:
+        if any(worker.context is not None for worker in self.live()):
+            forward.grow(self)
+
+    def _any_with_context(self) -> Worker:
+        return self.chance.choice([worker for worker in self.workers if worker.context is not None])
+
+    # Programs
+
+    def _start_program(self, worker: Worker) -> None:
+        if not worker.crashed:
+            start(worker, self._program(worker))
+
+    def _program(self, worker: Worker) -> Steps:
+        """Passes one after the other."""
+        chance = self.chance
+        for _ in range(chance.choice((1, 1, 2, 3))):
+            if worker.context is None:
+                return
+            graph = worker.context.graph
+            roots = tuple(graph.sinks())
+            if not roots or chance.random() < 0.4:
+                roots = tuple(
+                    sorted(chance.sample(range(len(graph.nodes)), min(len(graph.nodes), chance.randint(1, 3))))
+                )
+            fast = (chance.random() < 0.4) != self.swapped
+            used = forward.used_sends(self, worker.rank, roots)
+            story = PassStory(PassId(worker.rank, next(worker.numbers)), fast, roots, used)
+            story.faulty = any(worker.crashed for worker in self.workers) or self.network.has_broken
+            self.stories.append(story)
+            if len(used) > 2 or chance.random() < 0.3:
+                self._plan_faults()
+            yield from backward(worker, story)
+
+    # Faults
+
+    def _plan_faults(self) -> None:
+        """Some of those that are left, during the pass that starts now; those that come close together do more harm."""
+        chance = self.chance
+        moment = chance.choice((0.1, 0.3, 1.0)) * chance.random()
+        for _ in range(chance.randint(0, len(self._faults))):
+            self.clock.after(moment, self._faults.pop(), chance.choice((0, 200)))
+            moment += chance.uniform(0.0, 0.1)
+
+    def fault(self, name: str) -> None:
+        """Whatever is under way may fail from it."""
+        self.counts[name] += 1
+        for story in self.stories:
+            story.faulty |= not story.outcome
+
+    def _crash(self, patience: int = 0) -> None:
+        live = self.live()
+        if len(live) < 2:
+            return
+        # The worst moment is when it has just sent something and nobody waits for it. Look out for that for a while.
+        far = {rank for rank, towards in self.ways_home.items() if towards != self.home or not self.is_sparse}
+        unmissed = [w for w in live if w.rank in far and self.network.is_missed_by_nobody(w.rank)]
+        chosen = unmissed if patience else live
+        if not chosen:
+            self.clock.after(0.004, self._crash, patience - 1)
+            return
+        worker = self.chance.choice(chosen)
+        self.say("%d crashes", worker.rank)
+        worker.crashed = True
+        self.fault("crashes")
+        self.network.cut_off(worker.rank)
+        for other in self.live():
+            self.clock.after(0.5 + self.chance.uniform(0.0, 1.0), other.died, worker.rank)
+
+    def clean_up(self, source: int, target: int) -> None:
+        """A clean-up gets to its target. What a crashed worker still had to say may be lost."""
+        if not self.workers[target].crashed and (not self.workers[source].crashed or self.chance.random() < 0.5):
+            self.workers[target].release()
+
+    # Events
+
+    def _run_dry(self) -> None:
+        end = self.clock.now + MAX_SECONDS
+        self._after_event()
+        while self.clock.step():
+            self._after_event()
+            if self.clock.now > end:
+                raise Violation("messages are sent for ever")
+
+    def _after_event(self) -> None:
+        self.counts["steps"] += 1
+        if self.touched:
+            checks.every_step(self)
+            self.touched.clear()
+
+
+def run(seed: int, tracing: bool = False) -> Outcome:
+    """Run a seed. Whatever the machines raise is a failure, too."""
+    world = World(seed, tracing)
+    try:
+        world.run()
+        _same_messages(world, seed)
+    except Exception as error:
+        return Outcome(seed, f"{type(error).__name__}: {error}", world.counts, "passes")
+    return Outcome(seed, None, world.counts, "passes")
+
+
+def _same_messages(world: World, seed: int) -> None:
+    """Where every send is used, both kinds of passes take the same messages."""
+    if not world.weather.clear or not all(story.is_complete for story in world.stories):
+        return
+    world.counts["compared with the other mode"] += len(world.stories)
+    other = World(seed, tracing=False, swapped=True)
+    other.run()
+    for story, twin in zip(world.stories, other.stories, strict=True):
+        if story.messages != twin.messages:
+            raise Violation(f"{story} took {story.messages}, and {twin.messages} as one of the other kind")

@@ -1,0 +1,133 @@
+"""Simulated backward passes keep the protocol's promises, and the simulator notices when something does not."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.kinds import flaws_of
+from tests.simulation.ledger import Violation
+from tests.simulation.outcome import Outcome
+from tests.simulation.passes import runtime_flaws
+from tests.simulation.passes.forward import Graph, Node
+from tests.simulation.passes.world import World, run
+from tests.simulation.report import Report, replay, run_all
+
+ROOT = Path(__file__).parents[2]
+SEEDS = 400
+FLAWS = flaws_of("passes")
+
+
+def _is_of_runtime(flaw: str) -> bool:
+    function = FLAWS[flaw].replacement
+    return getattr(function, "__module__", "") == runtime_flaws.__name__
+
+
+def _limit(flaw: str) -> int:
+    """Seeds within which a flaw has to be found. Those of the runtime need more than one thing to go wrong."""
+    return 2000 if _is_of_runtime(flaw) else 500
+
+
+def test_healthy() -> None:
+    outcomes = run_all(range(SEEDS), jobs=1, flaw=None, kind="passes")
+    assert [replay(outcome, None) for outcome in outcomes if outcome.failure] == []
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_every_flaw_is_found(flaw: str) -> None:
+    found = next((outcome for outcome in run_all(range(_limit(flaw)), jobs=1, flaw=flaw) if outcome.failure), None)
+    assert found is not None, f"{_limit(flaw)} seeds, and nothing wrong with {flaw}"
+    assert run(found.seed).failure is None, "without the flaw, nothing is wrong with that seed"
+
+
+def test_there_are_flaws_of_both_kinds() -> None:
+    of_runtime = [flaw for flaw in FLAWS if _is_of_runtime(flaw)]
+    assert len(of_runtime) >= 5
+    assert len(FLAWS) - len(of_runtime) >= 20
+
+
+def test_the_runs_have_everything_in_them() -> None:
+    report = Report("passes")
+    for outcome in run_all(range(200), jobs=1, flaw=None, kind="passes"):
+        report.add(outcome)
+    for names in report.kind.lists.values():
+        for name in names:
+            assert report.counts[name] >= 10, name
+    for fault in report.kind.faults:
+        assert 3 < report.runs_with[fault] < 150, fault
+    assert report.runs - max(report.runs_with[fault] for fault in report.kind.faults) > 20
+    assert {len(World(seed, tracing=False).workers) for seed in range(100)} == {2, 3, 4, 5}
+
+
+def test_a_seed_is_always_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also in another process, where sets and dictionaries of names have another order."""
+    run(2, tracing=True)
+    trace = capsys.readouterr().out
+    assert len(trace.splitlines()) > 50
+    for hash_seed in ("1", "2"):
+        done = _command("--kind", "passes", "--seed", "2", PYTHONHASHSEED=hash_seed)
+        assert done.returncode == 0
+        assert done.stdout == trace + "all is well\n"
+
+
+def test_a_failing_seed_prints_the_line_that_replays_it() -> None:
+    done = _command("--seeds", "60", "--jobs", "2", "--flaw", "ends-though-blocked")
+    assert done.returncode == 1
+    match = re.fullmatch(
+        r"python -m tests\.simulation (--seed \d+ --flaw ends-though-blocked)  # (.+)", done.stdout.splitlines()[0]
+    )
+    assert match, done.stdout
+    again = _command(*match[1].split())
+    assert again.returncode == 1
+    assert again.stdout.splitlines()[-1] == match[2]
+
+
+def test_the_line_says_which_kind_of_job() -> None:
+    outcome = Outcome(7, "something", run(7).counts, "passes")
+    assert replay(outcome, None) == "python -m tests.simulation --kind passes --seed 7  # something"
+
+
+def test_one_command_runs_both_kinds() -> None:
+    done = _command("--seeds", "5", "--jobs", "1")
+    assert done.returncode == 0
+    assert re.search(r"^Remote references:\n5 seeds(.*\n)+Backward passes:\n5 seeds", done.stdout)
+
+
+def test_whatever_the_machine_raises_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(world: World) -> None:
+        raise KeyError("lost")
+
+    monkeypatch.setattr("tests.simulation.passes.checks.calm", fail)
+    assert run(1).failure == "KeyError: 'lost'"
+    monkeypatch.undo()
+    monkeypatch.setattr("tests.simulation.passes.checks.calm", lambda world: (_ for _ in ()).throw(Violation("left")))
+    assert run(1).failure == "Violation: left"
+
+
+def test_units_of_a_graph() -> None:
+    graph = Graph()
+    graph.add(Node(()))  # a leaf that is shared
+    graph.add(Node((), hooked=True))
+    graph.add(Node((0, 1)))
+    graph.add(Node((2,)))
+    graph.sends = {5: (2,), 6: (3,)}
+    reaches = graph.reaches(())
+    assert reaches == {5: {0, 1, 2}, 6: {0, 1, 2, 3}}
+    assert {unit.sources for unit in graph.units(reaches)} == {frozenset({5}), frozenset({6}), frozenset({5, 6})}
+    assert graph.sinks() == []
+
+
+def _command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tests.simulation", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
