@@ -27,6 +27,7 @@ conformance: $(READY)
 
 sim: $(READY)
 	@$(RUN) -m tests.simulation --seeds 20000
+	@$(RUN) -m tests.autograd.oracle --programs 2000
 
 lint: $(READY)
 	@$(RUN) -m ruff check

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from farprop.protocol.credit import NONE, WHOLE, Credit
@@ -100,35 +99,33 @@ class UnknownSource(Exception):
     """A gradient came for something that was never sent, or came twice."""
 
 
-@dataclass
 class GradientPass:
     """See the module's rules. ``units`` and ``sources`` describe the worker's graph when the pass came to it."""
 
-    me: int
-    origin: int
-    fast: bool
-    units: Sequence[Unit]
-    sources: frozenset[int]
-    failed: bool = False
-    ended: bool = False
-    _come: set[int] = field(default_factory=set)
-    _unused: set[int] = field(default_factory=set)
-    _started: set[int] = field(default_factory=set)
-    _waiting: dict[int, list[int]] = field(default_factory=dict)  # for each source the units that it is one of
-    _missing: dict[int, int] = field(default_factory=dict)  # for each unit, how many sources are still to come
-    _said: tuple[int, bool] = (0, False)
-    _running: bool = False
-    _queue: deque[tuple[int | None, frozenset[int], Share]] = field(default_factory=deque)
-    _home: Credit = NONE
-    _heard: Statuses = field(default_factory=dict)
-    _used: Mapping[int, frozenset[int]] | None = None  # the sends that the roots reach, once that is known
-    _released: set[int] = field(default_factory=set)  # workers
-
-    def __post_init__(self) -> None:
-        for number, unit in enumerate(self.units):
-            self._missing[number] = len(unit.sources)
+    def __init__(self, me: int, origin: int, fast: bool, units: Sequence[Unit], sources: frozenset[int]) -> None:
+        self.me = me
+        self.origin = origin
+        self.fast = fast
+        self.units = units
+        self.sources = sources
+        self.failed = False
+        self.ended = False
+        self._come: set[int] = set()
+        self._unused: set[int] = set()
+        self._started: set[int] = set()
+        self._missing = [len(unit.sources) for unit in units]  # for each unit, how many sources are still to come
+        self._waiting: dict[int, list[int]] = {}  # for each source the units that it is one of
+        for number, unit in enumerate(units):
             for source in unit.sources:
                 self._waiting.setdefault(source, []).append(number)
+        self._shared = [number for number, unit in enumerate(units) if len(unit.sources) > 1]
+        self._running = False
+        self._queue: deque[tuple[int | None, frozenset[int], Share]] = deque()
+        self._said = (0, False)
+        self._home = NONE
+        self._heard: Statuses = {}
+        self._used: Mapping[int, frozenset[int]] | None = None  # the sends that the roots reach, once that is known
+        self._released: set[int] = set()  # workers
 
     # At any worker
 
@@ -186,12 +183,11 @@ class GradientPass:
     @property
     def blocked(self) -> bool:
         """Something here waits for gradients."""
-        settled = self._come | self._unused
         if self.fast:
-            return not self.sources <= settled
+            return not self.sources <= self._come | self._unused
         return any(
-            number not in self._started and not self._come.isdisjoint(unit.sources)
-            for number, unit in enumerate(self.units)
+            number not in self._started and not self._come.isdisjoint(self.units[number].sources)
+            for number in self._shared
         )
 
     @property
