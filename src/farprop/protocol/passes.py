@@ -48,6 +48,14 @@ class Share(NamedTuple):
     credit: Credit
     statuses: Statuses
 
+    def plus(self, other: Share) -> Share:
+        """Both in one, with what was said last of each worker."""
+        statuses = dict(self.statuses)
+        for worker, status in other.statuses.items():
+            if status > statuses.get(worker, (0, False)):
+                statuses[worker] = status
+        return Share(self.credit.plus(other.credit), statuses)
+
 
 class Run(NamedTuple):
     """Feed the gradients of ``source`` (None: of none) to the graph, run these units, then say so with ``ran``."""

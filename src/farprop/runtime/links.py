@@ -39,9 +39,10 @@ _UNCORK_SECONDS = 0.001
 class SyncCall:
     """A caller that waits. ``bell`` rings when its answer is there, or when it is its turn to read."""
 
-    __slots__ = ("bell", "error", "frame")
+    __slots__ = ("bell", "error", "frame", "leads")
 
     def __init__(self) -> None:
+        self.leads = False  # its thread polls for the loop, and does not hear the bell
         self.frame: Frame | None = None
         self.error: Exception | None = None
         self.bell = threading.Lock()
@@ -194,7 +195,11 @@ class Link:
                 if not pooled:
                     self._await_answer(call, deadline)
                 elif self._reader is _LOOP and loop.holds_baton():
-                    if not loop.lead_until(call.done, deadline):
+                    # Another caller may take the reading over, bring our answer, or make it our turn to read.
+                    call.leads = True
+                    ended = loop.lead_until(lambda: call.done() or self._reader is call, deadline)
+                    call.leads = False
+                    if not ended:
                         loop.step_aside()
                 else:
                     with loop.blocked():
@@ -385,12 +390,17 @@ class Link:
                 run(pair.clear)  # too late; what came with it may be the last to hold a user's value
         elif isinstance(call, SyncCall):
             call.frame = frame
-            call.ring()
+            self._ring(call)
         elif call.quick:
             call.finish(frame, None)
         else:
             call = frame = None
             run(_finish, pair)
+
+    def _ring(self, call: SyncCall) -> None:
+        call.ring()
+        if call.leads and not self._loop.holds_baton():
+            self._loop.wake()
 
     def _hand_over(self) -> None:
         """Whoever read is done: the next caller, the loop, or nobody reads from now on."""
@@ -401,7 +411,7 @@ class Link:
                 del self._followers[follower]
                 if not follower.done():
                     self._reader = follower
-                    follower.ring()
+                    self._ring(follower)
                     return
             if self._lost is not None:
                 return
@@ -509,7 +519,7 @@ class Link:
             error = self._lost_error()
             if isinstance(call, SyncCall):
                 call.error = error
-                call.ring()
+                self._ring(call)
             else:
                 self._loop.submit(call.finish, None, error)
 

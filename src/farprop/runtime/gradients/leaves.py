@@ -1,71 +1,37 @@
-"""What happens at a leaf: its hooks, and the sum of its gradients.
-
-Torch runs the hooks of the node in front of a leaf only when it writes to ``.grad``, which we never do. A node shows
-its hooks to nobody, but whoever registers one gets a handle to the dictionary of all.
-"""
+"""What happens at a leaf: its hooks, and the sum of its gradients. Nothing is written to ``.grad``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-_KEY = "farprop.hooks"
+from farprop.runtime.gradients.hooks import hooks_of, run_behind, run_in_front
+
 _ALONE = torch.empty(0)._use_count()  # type: ignore[attr-defined]
 
 
 def has_hooks(node: Any) -> bool:
     """Whether anything of a user's has to see the gradient of this leaf, and see all of it at once."""
     leaf = node.variable
-    before, after = _hooks_of(node)
-    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks or before or after)
-
-
-def _hooks_of(node: Any) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
-    """The hooks before and after the node, as they are now and will be."""
-    metadata = node.metadata
-    hooks = metadata.get(_KEY)
-    if hooks is None:
-        hooks = metadata[_KEY] = _dictionary(node.register_prehook), _dictionary(node.register_hook)
-    return hooks  # type: ignore[no-any-return]
-
-
-def _dictionary(register: Any) -> Mapping[int, Any]:
-    handle = register(_nothing)
-    hooks = handle.hooks_dict_ref()
-    del hooks[handle.id]
-    return hooks  # type: ignore[no-any-return]
-
-
-def _nothing(*gradients: Any) -> None:
-    return None
+    in_front, behind = hooks_of(node)
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks or in_front or behind)
 
 
 def through_hooks(node: Any, gradient: torch.Tensor) -> torch.Tensor | None:
     """The gradient to add, after the hooks in front of the node. The hooks of the tensor itself have run."""
-    hooks = _hooks_of(node)[0]
-    if not hooks:
-        return gradient
-    after: torch.Tensor | None = gradient
-    with torch.no_grad():
-        for hook in list(hooks.values()):
-            result = hook((after,))
-            if result is not None:
-                after = result[0] if isinstance(result, tuple) else result
-    return after
+    return run_in_front(node, (gradient,))[0]
 
 
 def tell_hooks(node: Any, gradient: torch.Tensor) -> None:
     """The gradient was added: run the hooks for after accumulation, then those behind the node, as torch does."""
     leaf = node.variable
-    behind, after = _hooks_of(node)[1], leaf._post_accumulate_grad_hooks
-    if behind or after:
+    after = leaf._post_accumulate_grad_hooks
+    if after:
         with torch.no_grad():
-            for hook in list((after or {}).values()):
+            for hook in list(after.values()):
                 hook(leaf)
-            for hook in list(behind.values()):
-                hook((), (gradient,))
+    run_behind(node, (), (gradient,))
 
 
 def first_gradient(leaf: torch.Tensor, gradient: torch.Tensor, is_alone: bool) -> torch.Tensor:

@@ -32,9 +32,11 @@ class SendRpcBackward:
 
     @property
     def next_functions(self) -> tuple[tuple[Any, int], ...]:
+        # Several threads may ask first at the same time. Whoever got hold of the ends before they went has all of them.
+        ends = self._ends
         if self._edges is None:
-            self._edges = tuple([end if type(end) is tuple else _edge_of_leaf(end) for end in self._ends])
-            self._ends.clear()
+            self._edges = tuple([end if type(end) is tuple else _edge_of_leaf(end) for end in ends])
+            self._ends = []
         return self._edges
 
     def name(self) -> str:
@@ -85,6 +87,22 @@ _Receive: Any = type(
 # Without the layer of Python around it, which looks for transforms of functorch: they don't cross workers.
 _receive: Any = super(torch.autograd.Function, _Receive).apply
 RECEIVE_TYPE: Any = _Receive._backward_cls
+
+
+def _noting(name: str) -> Any:
+    """A node does not show its hooks, so receives note that they have some: then whoever stops at them runs them."""
+    register = getattr(RECEIVE_TYPE, name)
+
+    def noting(node: Any, hook: Any) -> Any:
+        node.is_hooked = True
+        return register(node, hook)
+
+    return noting
+
+
+RECEIVE_TYPE.is_hooked = False
+RECEIVE_TYPE.register_hook = _noting("register_hook")
+RECEIVE_TYPE.register_prehook = _noting("register_prehook")
 LEAF_TYPE: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 

@@ -74,6 +74,7 @@ class Performer:
         each gradient message its head, its length and its gradients. ``waits``: this thread called ``backward``.
         """
         back: list[Any] = [None]
+        given_back: Share | None = None
         sends: deque[Send] = deque()
         todo = deque(actions)
         while (todo or sends) and not local.machine.failed:
@@ -99,15 +100,16 @@ class Performer:
                 else:
                     sends.append(action)
             elif isinstance(action, GiveBack):
-                head = self.head(local, 0, action.share)
                 if back_to == local.id.origin:
-                    back[0] = head
+                    given_back = action.share if given_back is None else given_back.plus(action.share)
                 else:
-                    self._say(local, local.id.origin, _GIVE_BACK, head)
+                    self._say(local, local.id.origin, _GIVE_BACK, self.head(local, 0, action.share))
             elif isinstance(action, Release):
                 todo.extend(self._release(local, action))
             else:
                 self._tell(local, action)
+        if given_back is not None:
+            back[0] = self.head(local, 0, given_back)
         return back
 
     def _execute(self, local: LocalPass, run: Run) -> list[Action]:

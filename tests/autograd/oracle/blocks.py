@@ -1,0 +1,297 @@
+"""Making one block: what a worker does in a call, and the calls that it makes in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from tests.autograd.oracle.choices import EXACT, ROUNDED
+from tests.autograd.oracle.hooks import ON_LEAVES, ON_RECEIVED, ON_RESULTS
+from tests.autograd.oracle.local import LocalReference
+from tests.autograd.oracle.memory import entangled, is_dense, memory
+from tests.autograd.oracle.operators import IN_PLACE, compute
+from tests.autograd.oracle.plan import Plan
+from tests.autograd.oracle.program import Block, Leaf, Step
+
+Tensor = torch.Tensor
+_LARGEST = {True: 40.0, False: 10.0}  # by is_exact: numbers stay small, so that sums stay exact
+_WITH_NONE = ("silent", "picky")  # such programs can be compared less strictly
+_PACKINGS = ("plain", "plain", "plain", "list", "dict", "names", "closure")
+
+
+class BlockMaker:
+    """Values that came in a message may be changed in place, unless they share memory with others of it."""
+
+    def __init__(self, plan: Plan, worker: int, values: list[Any], depth: int, frozen: Iterable[int] = ()) -> None:
+        self.plan = plan
+        self.worker = worker
+        self.registers: dict[int, Any] = dict(enumerate(values))
+        self._inputs = len(values)
+        self._depth = depth
+        self._steps: list[Step] = []
+        self._used: set[int] = set()
+        self._frozen = set(frozen)
+        self._shared = set(frozen)  # what may share memory with something else on a worker, though it does not here
+        self._handles: dict[int, set[int]] = {}  # of calls that nobody waited for, with those of their values to freeze
+        self._received = set(range(self._inputs))
+        self._taken: set[int] = set()  # references whose values were taken here
+
+    # What is there
+
+    def tensors(self) -> dict[int, Tensor]:
+        return {r: v for r, v in self.registers.items() if isinstance(v, Tensor)}
+
+    def _differentiable(self) -> list[int]:
+        return [r for r, v in self.tensors().items() if v.requires_grad]
+
+    def _references(self) -> list[int]:
+        return [r for r, v in self.registers.items() if isinstance(v, LocalReference)]
+
+    def block(self, outputs: list[int]) -> Block:
+        return Block(self._inputs, tuple(self._steps), tuple(outputs))
+
+    # Filling it
+
+    def fill(self) -> None:
+        rng, plan = self.plan.rng, self.plan
+        self._leaf()
+        for _ in range(rng.randint(3, 20 if self._depth == 0 else 9)):
+            if plan.budget <= 0:
+                break
+            plan.budget -= 1
+            if rng.random() < 0.1:
+                self._leaf()
+            elif rng.random() < plan.call_rate and self._depth < 4:
+                self._call()
+            elif self._references() and rng.random() < 0.4:
+                self._use_reference(rng.choice(self._references()))
+            elif self._handles and rng.random() < 0.4:
+                self._wait(rng.choice(list(self._handles)))
+            elif rng.random() < 0.05 and not plan.is_tidy:
+                self._off()
+            elif rng.random() < 0.06:
+                self._wrap()
+            else:
+                self._op()
+            if rng.random() < plan.hook_rate:
+                self._hook()
+        for handle in list(self._handles):  # a call that nobody waits for would run into the passes
+            self._wait(handle)
+        for reference in self._references():
+            if plan.is_tidy and reference not in self._taken:  # others may have got it, and not used it
+                self._use_reference(reference)
+
+    def _step(self, kind: str, reads: tuple[int, ...], more: Any) -> list[int]:
+        """Take a step, here and in the program."""
+        values = self.plan.places[self.worker].step(kind, [self.registers[r] for r in reads], more)
+        return self._record(kind, reads, more, values)
+
+    def _record(self, kind: str, reads: tuple[int, ...], more: Any, values: Any) -> list[int]:
+        sets = [len(self.registers) + i for i in range(len(values))]
+        self.registers.update(zip(sets, values, strict=True))
+        self._steps.append((kind, tuple(sets), reads, more))
+        self._used.update(reads if kind != "hook" else ())
+        return sets
+
+    def _leaf(self) -> None:
+        rng, plan = self.plan.rng, self.plan
+        mine = [number for number, leaf in enumerate(plan.leaves) if leaf.worker == self.worker]
+        if not mine or rng.random() < 0.4:
+            shape: tuple[int, ...] = rng.choice([(2, 3), (3, 2), (3, 3), (3,), (), (2, 2), (1, 3), (2, 1, 3)])
+            if plan.has_big and rng.random() < 0.3:
+                shape = (70, 70)  # too large to travel inside of a message's head
+            kind = rng.choice(("tensor", "tensor", "parameter", "turned", "single"))
+            count = rng.choice((1, 1, 2, 4)) if rng.random() < plan.hook_rate else 0
+            hooks = tuple(plan.hook(ON_LEAVES) for _ in range(count))
+            mine = [len(plan.leaves)]
+            plan.leaves.append(Leaf(self.worker, shape, kind, rng.random() < 0.3, hooks))
+            for place in plan.places:
+                place.program = place.program._replace(leaves=tuple(plan.leaves))
+        (register,) = self._step("leaf", (), rng.choice(mine))
+        self._frozen.add(register)
+
+    def _op(self) -> None:
+        rng, plan = self.plan.rng, self.plan
+        table = EXACT if plan.is_exact else ROUNDED
+        tensors = self.tensors()
+        for name in rng.sample(list(table), 8):
+            choice = table[name](rng, tensors)
+            if name in _WITH_NONE and not plan.has_none:
+                continue
+            if (plan.is_tidy and name == "detach") or choice is None or not self._is_sound(name, *choice):
+                continue
+            reads, parameters = choice
+            try:
+                results = self._step("op", reads, (name, parameters))
+            except RuntimeError:
+                continue  # torch allows no change in place of some views, and no use of them after one
+            self._freeze_aliases(results)
+            return
+
+    def _is_sound(self, name: str, reads: tuple[int, ...], parameters: tuple[Any, ...]) -> bool:
+        """Whether it gives numbers of a reasonable size, and changes only what may be changed."""
+        limit = _LARGEST[self.plan.is_exact]
+        if name in IN_PLACE:
+            x = self.registers[reads[0]]
+            return reads[0] not in self._frozen and is_dense(x) and float(x.detach().abs().max()) <= limit / 2
+        with torch.no_grad():
+            results = compute(name, [self.registers[r].clone() for r in reads], parameters)
+        return all(r.numel() < 10_000 and (not r.numel() or float(r.abs().max()) <= limit) for r in results)
+
+    def _freeze_aliases(self, results: list[int]) -> None:
+        kept = {memory(self.registers[r]) for r in self._frozen if isinstance(self.registers[r], Tensor)}
+        self._frozen.update(r for r in results if memory(self.registers[r]) in kept)
+        shared = {memory(self.registers[r]) for r in self._shared if isinstance(self.registers[r], Tensor)}
+        self._shared.update(r for r in results if memory(self.registers[r]) in shared)
+
+    def _freeze(self, registers: Iterable[int]) -> None:
+        """Nothing that shares memory with these may be changed in place from now on."""
+        self._frozen.update(registers)
+        self._freeze_aliases(list(self.tensors()))
+
+    # Hooks
+
+    def _hook(self) -> None:
+        candidates = [r for r in self._differentiable() if self.registers[r].grad_fn is not None]
+        if not candidates:
+            return
+        register = self.plan.rng.choice(candidates)
+        # By the tensor, because some operators give back what they get, such as flatten().
+        is_received = any(self.registers[r] is self.registers[register] for r in self._received)
+        hook = self.plan.hook(ON_RECEIVED if is_received else ON_RESULTS)
+        self._steps.append(("hook", (), (register,), hook))
+        if hook[1] == "retain":
+            self._freeze([register])  # torch fails if it is not the first output of its node
+
+    # Calls
+
+    def _call(self, to_scalar: bool = False) -> int | None:
+        """A call of a new block. ``to_scalar`` makes it a remote one, whose value can be the root of a pass."""
+        rng, plan = self.plan.rng, self.plan
+        kind = "remote" if to_scalar else rng.choice(("call", "call", "start", "remote"))
+        if not torch.is_grad_enabled():
+            kind = "call"
+        worker = rng.randrange(plan.workers)
+        reads = self._some(rng.randint(0, 5))
+        values = [self.registers[r] for r in reads]
+        inner = BlockMaker(
+            plan, worker, plan.places[self.worker].copied(values, as_sent=True), self._depth + 1, self.entangled(reads)
+        )
+        number = len(plan.blocks)
+        plan.blocks.append(Block(0, (), ()))
+        with torch.enable_grad():
+            inner.fill()
+            outputs = inner.results(to_scalar)
+        if not outputs:
+            return None
+        plan.blocks[number] = inner.block(outputs)
+        results = [inner.registers[r] for r in outputs]
+        more = (worker, number, rng.choice(_PACKINGS))
+        if kind == "remote":
+            self._freeze(reads)  # it may run while we go on
+            (reference,) = self._record(kind, reads, more, [LocalReference(worker, results)])
+            return reference
+        copies = plan.places[self.worker].copied(results)
+        if kind == "start":
+            self._freeze(reads)
+            (handle,) = self._record(kind, reads, more, [copies])
+            self._handles[handle] = inner.entangled(outputs)
+        else:
+            self._arrived(self._record(kind, reads, more, copies), inner.entangled(outputs))
+        return None
+
+    def entangled(self, registers: Sequence[int]) -> set[int]:
+        """The places in a message of these registers of what can't be changed alone at its other end."""
+        found = entangled([self.registers[r] for r in registers])
+        return found | {place for place, r in enumerate(registers) if r in self._shared}
+
+    def _some(self, count: int) -> tuple[int, ...]:
+        rng = self.plan.rng
+        pool = [r for r in self.registers if not isinstance(self.registers[r], list)]
+        # What nobody has used yet first, so that long chains come to be.
+        unused = [r for r in pool if r not in self._used] if rng.random() < 0.7 else []
+        return tuple(rng.choice(unused or pool) for _ in range(count))
+
+    def _arrived(self, sets: list[int], frozen: set[int]) -> None:
+        self._received.update(sets)
+        self._frozen.update(sets[place] for place in frozen)
+        self._shared.update(sets[place] for place in frozen)
+
+    def _wait(self, handle: int) -> None:
+        self._arrived(self._record("wait", (handle,), None, self.registers[handle]), self._handles.pop(handle))
+
+    def _use_reference(self, register: int) -> None:
+        is_mine = self.registers[register].owner == self.worker
+        kind = "owned" if is_mine and self.plan.rng.random() < 0.7 else "here"
+        sets = self._step(kind, (register,), None)
+        self._taken.add(register)
+        self._received.update(sets)
+        self._shared.update(sets)
+        self._freeze(sets)
+
+    def _wrap(self) -> None:
+        reads = tuple(r for r in self._some(self.plan.rng.randint(1, 2)) if isinstance(self.registers[r], Tensor))
+        if reads:
+            self._freeze(reads)
+            self._step("wrap", reads, None)
+
+    def _off(self) -> None:
+        """A part with grad off."""
+        reads = self._some(self.plan.rng.randint(1, 3))
+        inner = BlockMaker(self.plan, self.worker, [self.registers[r] for r in reads], self._depth, range(len(reads)))
+        number = len(self.plan.blocks)
+        self.plan.blocks.append(Block(0, (), ()))
+        with torch.no_grad():
+            inner.fill()
+        outputs = inner.results()
+        self.plan.blocks[number] = inner.block(outputs)
+        sets = self._record("off", reads, number, [inner.registers[r] for r in outputs])
+        self._shared.update(sets)
+        self._freeze(sets)
+
+    # What comes out
+
+    def results(self, to_scalar: bool = False) -> list[int]:
+        rng = self.plan.rng
+        if self.plan.is_tidy:
+            tied = self._tied()
+            return list(self._some(1)) if tied is None else [tied]
+        if to_scalar:
+            return self._scalars(1)
+        return sorted(set(self._some(rng.randint(1, 3))))
+
+    def roots(self) -> list[int]:
+        """Scalars to run passes from, and perhaps a reference to one on another worker."""
+        if self.plan.is_tidy:
+            tied = self._tied()
+            return [] if tied is None else [tied]
+        away = self._call(to_scalar=True) if self.plan.rng.random() < 0.3 else None
+        return self._scalars(self.plan.rng.randint(1, 3)) + ([] if away is None else [away])
+
+    def _scalars(self, count: int) -> list[int]:
+        found: list[int] = []
+        for _ in range(count):
+            usable = [r for r in self._differentiable() if not self.registers[r].is_complex()]
+            if not usable:
+                break
+            register = max(self.plan.rng.choice(usable), self.plan.rng.choice(usable))
+            value = self.registers[register]
+            is_root = value.numel() == 1 and value.grad_fn is not None and self.plan.rng.random() < 0.7
+            if self.plan.rng.random() < 0.5 and (tied := self._tied()) is not None:
+                register, is_root = tied, True
+            found.append(register if is_root else self._step("op", (register,), ("total", ()))[0])
+        return found
+
+    def _tied(self) -> int | None:
+        """One scalar that everything here which has a graph leads to."""
+        total: int | None = None
+        for register in self._differentiable():
+            if register in self._used or (not self.plan.is_tidy and self.plan.rng.random() < 0.3):
+                continue
+            if self.registers[register].is_complex():
+                (register,) = self._step("op", (register,), ("parts", ()))
+            (scalar,) = self._step("op", (register,), ("total", ()))
+            total = scalar if total is None else self._step("op", (total, scalar), ("add", ()))[0]
+        return total

@@ -1,0 +1,71 @@
+"""From a seed to a program. It is run as it is made, in one process, so what is chosen next fits what is there."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from tests.autograd.oracle.blocks import BlockMaker
+from tests.autograd.oracle.local import LocalReference, make_places, run_locally
+from tests.autograd.oracle.outcome import Outcome
+from tests.autograd.oracle.plan import Plan
+from tests.autograd.oracle.program import Block, Pass, Program
+
+
+class _Unfit(Exception):
+    """This try led to nothing that has a gradient."""
+
+
+def generate(seed: int) -> tuple[Program, Outcome]:
+    """The program of a seed, and what it should lead to."""
+    rng = random.Random(seed)
+    while True:
+        try:
+            program = _try(seed, rng)
+            return program, run_locally(program)
+        except _Unfit:
+            continue
+        except RuntimeError:
+            continue  # torch refuses it: say, something was changed in place that a backward function needs
+
+
+def _try(seed: int, rng: random.Random) -> Program:
+    is_exact = rng.random() < 0.6
+    plan = Plan(
+        rng,
+        workers=rng.randint(2, 4),
+        is_exact=is_exact,
+        is_tidy=rng.random() < 0.25,
+        hook_rate=rng.choice((0.0, 0.05, 0.25)),
+        call_rate=rng.choice((0.15, 0.3, 0.5)),
+        budget=rng.choice((6, 12, 25, 40)),
+        has_big=rng.random() < 0.1,
+        has_none=rng.random() < 0.2,
+    )
+    plan.blocks.append(Block(0, (), ()))  # its place
+    empty = Program(seed, plan.workers, is_exact, "smart", (), (), ())
+    plan.places = make_places(empty, hooked=False)
+    main = BlockMaker(plan, 0, [], depth=0)
+    main.fill()
+    outputs = main.roots()
+    if not outputs:
+        raise _Unfit
+    plan.blocks[0] = main.block(outputs)
+    roots = [main.registers[r] for r in outputs]
+    mode = "fast" if plan.is_tidy and rng.random() < 0.5 else "smart"
+    passes = _passes(rng, roots, plan.is_tidy)
+    return Program(seed, plan.workers, is_exact, mode, tuple(plan.leaves), tuple(plan.blocks), passes)
+
+
+def _passes(rng: random.Random, roots: list[torch.Tensor | LocalReference], is_tidy: bool) -> tuple[Pass, ...]:
+    count = rng.choice((1, 1, 1, 2, 3))
+    passes = []
+    for number in range(count):
+        chosen = list(range(len(roots))) if is_tidy else rng.sample(range(len(roots)), rng.randint(1, len(roots)))
+        away = [r for r in chosen if isinstance(roots[r], LocalReference)]
+        if away:  # such a pass has one root
+            chosen = away[:1]
+        # Torch frees what it has passed, so only the last pass may; the last may keep the graph as well.
+        passes.append(Pass(tuple(chosen), number < count - 1 or rng.random() < 0.2, "owner" if away else "here"))
+    return tuple(passes)

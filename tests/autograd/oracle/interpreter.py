@@ -1,0 +1,132 @@
+"""Runs blocks of a program at a place: a worker, or what stands for one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tests.autograd.oracle.hooks import Call, register
+from tests.autograd.oracle.operators import compute
+from tests.autograd.oracle.program import Leaf, Program
+
+Tensor = torch.Tensor
+
+
+class Place:
+    """One worker's part in a program. Subclasses say how calls are made."""
+
+    def __init__(self, program: Program, rank: int, hooked: bool = True) -> None:
+        self.program = program
+        self.rank = rank
+        self.leaves: dict[int, Tensor] = {}
+        self.log: list[Call] = []
+        self.kept: list[Any] = []
+        self.keeps_nodes = False
+        self._hooked = hooked
+        self._lock = threading.Lock()
+
+    # How calls are made. Values are tensors and references; a block that returns one value returns it bare.
+
+    def call(self, worker: int, block: int, packing: str, values: list[Any]) -> list[Any]:
+        raise NotImplementedError
+
+    def start(self, worker: int, block: int, packing: str, values: list[Any]) -> Any:
+        raise NotImplementedError
+
+    def wait(self, handle: Any) -> list[Any]:
+        raise NotImplementedError
+
+    def remote(self, worker: int, block: int, packing: str, values: list[Any]) -> Any:
+        raise NotImplementedError
+
+    def here(self, reference: Any) -> list[Any]:
+        raise NotImplementedError
+
+    def owned(self, reference: Any) -> list[Any]:
+        raise NotImplementedError
+
+    def wrap(self, values: list[Any]) -> Any:
+        raise NotImplementedError
+
+    # The same everywhere
+
+    def leaf(self, number: int) -> Tensor:
+        with self._lock:  # calls that run at the same time may want it
+            if number not in self.leaves:
+                leaf = self.program.leaves[number]
+                made = make_leaf(leaf, self.program, number)
+                if self.keeps_nodes:
+                    # Torch can block for ever if two threads use a leaf whose node is not there yet, and one of them
+                    # holds Python's lock meanwhile.
+                    self.kept.append((-1, torch.autograd.graph.get_gradient_edge(made).node))
+                self.leaves[number] = made
+                if self._hooked:
+                    for hook, kind, factor in leaf.hooks:
+                        register(made, kind, hook, factor, self.log, self.kept)
+            return self.leaves[number]
+
+    def run(self, block: int, values: Sequence[Any]) -> list[Any]:
+        code = self.program.blocks[block]
+        registers: dict[int, Any] = dict(enumerate(values))
+        for kind, sets, reads, more in code.steps:
+            results = self.step(kind, [registers[r] for r in reads], more)
+            registers.update(zip(sets, results, strict=True))
+        return [registers[r] for r in code.outputs]
+
+    def step(self, kind: str, values: list[Any], more: Any) -> Sequence[Any]:
+        if kind == "op":
+            return compute(more[0], values, more[1])
+        if kind == "leaf":
+            return (self.leaf(more),)
+        if kind == "hook":
+            if self._hooked:
+                number, hook, factor = more
+                register(values[0], hook, number, factor, self.log, self.kept)
+            return ()
+        if kind == "call":
+            return self.call(*more, values)
+        if kind == "start":
+            return (self.start(*more, values),)
+        if kind == "wait":
+            return self.wait(values[0])
+        if kind == "remote":
+            return (self.remote(*more, values),)
+        if kind == "here":
+            return self.here(values[0])
+        if kind == "owned":
+            return self.owned(values[0])
+        if kind == "wrap":
+            return (self.wrap(values),)
+        if kind == "const":
+            return tuple(torch.ones(shape, dtype=torch.float64) for shape in more)
+        assert kind == "off", kind
+        with torch.no_grad():
+            return self.run(more, values)
+
+
+def make_leaf(leaf: Leaf, program: Program, number: int) -> Tensor:
+    source = torch.Generator().manual_seed(program.seed * 1000 + number)
+    shape = leaf.shape[::-1] if leaf.kind == "turned" else leaf.shape
+    if program.exact:
+        value = torch.randint(-2, 3, shape, generator=source).double()
+    else:
+        value = torch.randn(shape, generator=source, dtype=torch.float64)
+    if leaf.kind == "turned":
+        value = value.permute(tuple(reversed(range(len(shape)))))
+    if leaf.kind == "single":
+        value = value.float()
+    return torch.nn.Parameter(value) if leaf.kind == "parameter" else value.requires_grad_()
+
+
+def bare(values: list[Any]) -> Any:
+    """What a function returns."""
+    return values[0] if len(values) == 1 else values
+
+
+def unbare(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [value[key] for key in sorted(value)]
+    return list(value) if isinstance(value, list | tuple) else [value]

@@ -1,0 +1,92 @@
+"""A program in one process, with torch's own backward passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.autograd.oracle.interpreter import Place
+from tests.autograd.oracle.outcome import Outcome
+from tests.autograd.oracle.program import Program
+
+Tensor = torch.Tensor
+
+
+class LocalReference:
+    def __init__(self, owner: int, values: list[Any]) -> None:
+        self.owner = owner
+        self.values = values
+
+
+class LocalPlace(Place):
+    """Stands for a worker. A message is a copy of each of its values, and callees don't see their callers' modes."""
+
+    places: list[LocalPlace]
+
+    def call(self, worker: int, block: int, packing: str, values: list[Any]) -> list[Any]:
+        return self.copied(self._run(worker, block, values))
+
+    def start(self, worker: int, block: int, packing: str, values: list[Any]) -> Any:
+        return self.copied(self._run(worker, block, values))
+
+    def wait(self, handle: Any) -> list[Any]:
+        return handle  # type: ignore[no-any-return]
+
+    def remote(self, worker: int, block: int, packing: str, values: list[Any]) -> Any:
+        return LocalReference(worker, self._run(worker, block, values))
+
+    def here(self, reference: Any) -> list[Any]:
+        return reference.values if reference.owner == self.rank else self.copied(reference.values)
+
+    def owned(self, reference: Any) -> list[Any]:
+        assert reference.owner == self.rank
+        return reference.values  # type: ignore[no-any-return]
+
+    def wrap(self, values: list[Any]) -> Any:
+        return LocalReference(self.rank, values)
+
+    def _run(self, worker: int, block: int, values: list[Any]) -> list[Any]:
+        copies = self.copied(values, as_sent=True)
+        with torch.enable_grad():
+            return self.places[worker].run(block, copies)
+
+    def copied(self, values: list[Any], as_sent: bool = False) -> list[Any]:
+        """As the other end gets them. Where grad is off, what is sent may still be a leaf there."""
+        copies: dict[int, Any] = {}
+        for value in values:
+            if not isinstance(value, Tensor):
+                copies[id(value)] = value
+            elif torch.is_grad_enabled():
+                copies[id(value)] = value.clone()
+            else:
+                copies[id(value)] = value.detach().clone().requires_grad_(as_sent and value.requires_grad)
+        return [copies[id(value)] for value in values]
+
+
+def make_places(program: Program, hooked: bool = True, kind: type[LocalPlace] = LocalPlace) -> list[LocalPlace]:
+    places = [kind(program, rank, hooked) for rank in range(program.workers)]
+    for place in places:
+        place.places = places
+    return places
+
+
+def run_locally(program: Program) -> Outcome:
+    places = make_places(program)
+    results = places[0].run(0, [])
+    roots = [result.values[0] if isinstance(result, LocalReference) else result for result in results]
+    for one in program.passes:
+        torch.autograd.backward([roots[r] for r in one.roots], retain_graph=one.keep)
+        # Torch lets .grad of two leaves share memory, and the next pass would then add to both of them twice.
+        for leaf in (leaf for place in places for leaf in place.leaves.values()):
+            leaf.grad = None if leaf.grad is None else leaf.grad.clone()
+    outcome = Outcome()
+    for place in places:
+        outcome.add(
+            Outcome(
+                {number: leaf.grad for number, leaf in place.leaves.items() if leaf.grad is not None},
+                {number: tensor.grad for number, tensor in place.kept if number >= 0},
+                place.log,
+            )
+        )
+    return outcome
