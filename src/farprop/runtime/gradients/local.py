@@ -13,7 +13,6 @@ from farprop.runtime.gradients.anomaly import watched
 from farprop.runtime.gradients.contexts import Context
 from farprop.runtime.gradients.execution import Execution, Gradient, Gradients
 from farprop.runtime.gradients.graph import Edge
-from farprop.runtime.gradients.hooks import run_behind, run_in_front
 from farprop.runtime.gradients.leaves import add, first_gradient, tell_hooks, through_hooks
 from farprop.runtime.gradients.nodes import LEAF_TYPE
 from farprop.runtime.gradients.payload import moved
@@ -84,7 +83,6 @@ class LocalPass:
 
     def _distribute(self, captured: Gradients) -> None:
         # a + b has one gradient for both.
-        hooked: set[Any] = set()
         uses = Counter(map(id, captured.values())) if len(captured) > 1 else None
         for (node, index), gradient in captured.items():
             if type(node) is LEAF_TYPE:
@@ -94,12 +92,6 @@ class LocalPass:
                 if going is None:
                     going = self._going[node.target] = [None] * node.count
                 going[index] = gradient
-                if node.is_hooked:
-                    hooked.add(node)
-        for node in hooked:
-            gradients = run_in_front(node, tuple(self._going[node.target]))
-            self._going[node.target] = list(gradients)
-            run_behind(node, (None,), gradients)
 
     def _accumulate(self, node: Any, gradient: torch.Tensor, is_alone: bool) -> None:
         leaf = node.variable

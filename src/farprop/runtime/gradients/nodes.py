@@ -1,11 +1,12 @@
 """The two nodes that stand for a message in the graphs of its two ends.
 
-They are never run as other nodes are: a pass starts behind a send and stops in front of a receive. Their names are
-torch's, because people look at them. No node leads to a send, so it need not be one of torch's, which are slow to make.
+A pass starts behind a send, and ends at a receive, which notes the gradients that it gets. Their names are torch's,
+because people look at them. No node leads to a send, so it need not be one of torch's, which are slow to make.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -69,10 +70,26 @@ def _forward_of_receive(
     ctx.context_id = context_id
     ctx.target = target
     ctx.count = len(tensors)
+    ctx.on_cpu = all(tensor.is_cpu for tensor in tensors)
     return tuple(tensors)
 
 
-def _refuse(ctx: Any, *gradients: Any) -> Any:
+class _Noting(threading.local):
+    """What receives got in the run of the engine that this thread is in."""
+
+    gradients: dict[tuple[Any, int], torch.Tensor] | None = None
+
+
+noting = _Noting()
+
+
+def _note(ctx: Any, *gradients: Any) -> Any:
+    noted = noting.gradients
+    if noted is not None:
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                noted[ctx, index] = gradient
+        return None, None, None, None
     raise UsageError(
         "This graph goes on at another worker. Run the backward pass with "
         "farprop.autograd.backward(context_id, [loss]) inside of the context that the call was made in."
@@ -82,7 +99,7 @@ def _refuse(ctx: Any, *gradients: Any) -> Any:
 _Receive: Any = type(
     "torch::distributed::autograd::RecvRpc",
     (torch.autograd.Function,),
-    {"forward": staticmethod(_forward_of_receive), "backward": staticmethod(_refuse)},
+    {"forward": staticmethod(_forward_of_receive), "backward": staticmethod(_note)},
 )
 # Without the layer of Python around it, which looks for transforms of functorch: they don't cross workers.
 _receive: Any = super(torch.autograd.Function, _Receive).apply
