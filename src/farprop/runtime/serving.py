@@ -225,6 +225,8 @@ class Server:
                 function, args, kwargs, settings = self._decode(frame)
             if name:
                 function = resolve(name)
+            if frame.arrivals is not None and isinstance(function, torch.jit.ScriptFunction):
+                function = _taking_references(function)
         except FunctionNotFound as error:
             self._fail(reply, error)
             return
@@ -468,6 +470,13 @@ def _too_late(seconds: float) -> RpcTimeoutError:
         f"RPC ran for more than set timeout ({seconds * 1000:.0f} ms): its time was over before it could start, so it "
         "was not run."
     )
+
+
+def _taking_references(function: Any) -> Any:
+    """TorchScript takes references of torch's own RPC alone, so a script function that gets ours runs as the Python
+    function that it was compiled from.
+    """
+    return getattr(function, "_torchdynamo_inline", function)
 
 
 def _show(function: Any, name: bytes) -> str:
