@@ -100,6 +100,7 @@ class ReferenceSpace:
         self._inside = 0  # the thread that is at the machine
         self._effects: deque[Effect] = deque()
         self._freed: deque[OwnedValue] = deque()
+        self._ended_contexts: deque[GlobalId] = deque()
         self._letting_go = False
         self._drops: deque[UserReference] = deque()
         self._nudged = False
@@ -160,11 +161,9 @@ class ReferenceSpace:
             cell.fail(self._never_made(subject.rref))
         elif happening is Happening.SETTLED:
             self._settle(subject)
-        elif happening is Happening.CONTEXT_ENDED:
-            self._courier.submit(self._on_context_ended, subject)  # it lets go of tensors, and of hooks of users
-        elif happening is Happening.FREED:
-            # What a value's finaliser does is the user's business: it runs on a thread where that may take its time.
-            self._freed.append(subject)
+        elif happening is Happening.FREED or happening is Happening.CONTEXT_ENDED:
+            # What a finaliser does is the user's business: it runs on a thread where that may take its time.
+            (self._freed if happening is Happening.FREED else self._ended_contexts).append(subject)
             if not self._letting_go:
                 self._letting_go = True
                 try:
@@ -175,11 +174,13 @@ class ReferenceSpace:
 
     def _let_go(self) -> None:
         self._letting_go = False  # before the look: what comes after it has somebody else come
-        while self._freed:
-            try:
+        try:
+            while self._freed:
                 self._freed.popleft()
-            except IndexError:
-                return
+            while self._ended_contexts:
+                self._on_context_ended(self._ended_contexts.popleft())
+        except IndexError:
+            pass  # another thread was faster
 
     def _settle(self, record: UserReference) -> None:
         """A reference is confirmed or void: those who waited for that go on."""
@@ -506,7 +507,13 @@ class ReferenceSpace:
     def settled(self) -> bool:
         """Nothing is on its way to another worker."""
         with self._lock:
-            return not self._drops and not self._effects and not self._freed and self._machine.settled
+            return (
+                not self._drops
+                and not self._effects
+                and not self._freed
+                and not self._ended_contexts
+                and self._machine.settled
+            )
 
     def counts(self) -> dict[str, int]:
         with self._lock:
