@@ -149,9 +149,14 @@ class Execution:
         """Run a node, with all of its hooks, and nothing behind it."""
         outputs: list[Sequence[Gradient]] = []
         thread = threading.get_ident()
+        # The engine has threads of its own for other devices, and ends the process if one of them is to be stopped so.
+        # There it runs on to the next nodes, with their tensors' hooks.
+        on_cpu = all(data.device.type == "cpu" for data in node._input_metadata)
 
         def take(gradients: Sequence[Gradient], _: Any) -> None:
-            if threading.get_ident() == thread:  # another pass may run the same node
+            if not on_cpu:
+                outputs.append(gradients)
+            elif threading.get_ident() == thread:  # else another pass runs the same node
                 outputs.append(gradients)
                 raise _Stop
 

@@ -48,10 +48,12 @@ class SendRpcBackward:
 
 
 def _edge_of_leaf(leaf: torch.Tensor) -> tuple[Any, int]:
-    with torch.enable_grad():
-        # A sparse tensor has no views; a function that drops its input leads to any.
-        made: Any = leaf.view_as(leaf) if leaf.layout is torch.strided else _touch(leaf)
-        return made.grad_fn.next_functions[0]  # type: ignore[no-any-return]
+    if not torch.is_grad_enabled():
+        with torch.enable_grad():
+            return _edge_of_leaf(leaf)
+    # A sparse tensor has no views; a function that drops its input leads to any.
+    made: Any = leaf.view_as(leaf) if leaf.layout is torch.strided else _touch(leaf)
+    return made.grad_fn.next_functions[0]  # type: ignore[no-any-return]
 
 
 class _Touch(torch.autograd.Function):
