@@ -136,6 +136,9 @@ def test_the_goals_are_those_of_the_issue() -> None:
         "echo-128mb": 5,
         "empty-tcp": 3,
         "remote": 4,
+        "backward-1": 3,
+        "backward-8": 3,
+        "backward-alone": 3,
     }
 
 
