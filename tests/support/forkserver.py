@@ -27,6 +27,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -42,6 +43,7 @@ START_TIMEOUT = 120.0
 _ROOT = Path(__file__).parents[2]
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_THREADS_SECONDS = 5.0
 
 
 @dataclass
@@ -151,7 +153,10 @@ def main() -> None:
     for name in sys.argv[2:]:
         importlib.import_module(name)
     leaks.warm_up()
-    threads = os.listdir("/proc/self/task")
+    # A thread that has been joined may still be listed for a moment.
+    deadline = time.monotonic() + _THREADS_SECONDS
+    while len(threads := os.listdir("/proc/self/task")) != 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
     if len(threads) != 1:
         sys.exit(f"{len(threads)} threads run after importing {sys.argv[2:]}: forking would lose them")
     # What a child leaves running without a parent becomes ours, so the leak check sees it.
