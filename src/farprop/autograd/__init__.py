@@ -142,6 +142,10 @@ def _release_context(context_id: int) -> None:
     _space().release(context_id)
 
 
+def _init(worker_id: int) -> None:
+    """Torch's backends call it for a new worker. Here ``init_rpc`` does all that there is to do."""
+
+
 def _get_max_id() -> int:
     """The largest id that a context of this worker can have."""
     return _space().contexts.max_id
