@@ -20,7 +20,7 @@ from farprop.autograd.modes import get_mode, set_mode
 from farprop.autograd.modes import is_fast as _is_fast
 from farprop.errors import UsageError
 from farprop.rpc.options import checked_timeout
-from farprop.runtime.current import current_agent, is_agent_set
+from farprop.runtime.current import current_agent
 from farprop.runtime.gradients.contexts import Context as DistAutogradContext
 from farprop.runtime.gradients.contexts import current_context
 from farprop.runtime.gradients.roots import backward_from
@@ -125,8 +125,9 @@ def _current_context() -> DistAutogradContext:
     return found
 
 
-def _has_valid_context() -> bool:
-    return current_context.get() is not None
+def _is_valid_context(context_id: int) -> None:
+    """Raises if this worker does not have a context with this id."""
+    _space().contexts.find(context_id)
 
 
 def _retrieve_context(context_id: int) -> DistAutogradContext:
@@ -153,8 +154,9 @@ def _get_max_id() -> int:
 
 def _get_debug_info() -> dict[str, str]:
     """Counts of passes and contexts, as text."""
-    return {key: str(value) for key, value in _space().debug_info().items()}
+    return _space().debug_info()
 
 
-def _is_initialized() -> bool:
-    return is_agent_set()
+def is_available() -> bool:
+    """Torch's builds may lack its own; this one is always there."""
+    return True

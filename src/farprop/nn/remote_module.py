@@ -119,7 +119,7 @@ class _RemoteModule(nn.Module):
     def _set_up(self, on: str | int, device: str, interface: Any, module_rref: RRef[nn.Module]) -> None:
         self.on = on
         self.device = device
-        self.is_device_map_set = False  # device maps are accepted and not used yet
+        self.is_device_map_set = False  # a RemoteModule moves tensors to its device by itself
         self.is_scriptable = interface is not None
         self._module_interface_cls = interface
         self.module_rref = module_rref

@@ -390,8 +390,7 @@ def _pause_until(ready: Callable[[], bool], seconds: float) -> bool:
 def _get_debug_info() -> dict[str, str]:
     """What this worker is doing, as text by key."""
     agent = current_agent()
-    autograd = {key: str(value) for key, value in agent.gradients.debug_info().items()}
-    return {**_rref_context_get_debug_info(), **agent.get_debug_info(), **autograd}
+    return {**_rref_context_get_debug_info(), **agent.get_debug_info(), **agent.gradients.debug_info()}
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:

@@ -98,7 +98,8 @@ class Context:
         if answers:
             self.trails[pair] = answers
         elif anomaly.is_enabled():
-            self.trails[pair] = anomaly.current_trail.get()
+            if pair:
+                self.trails[pair] = anomaly.current_trail.get()
             trail = anomaly.trail_from_here(f"worker {self.me}").encode()
         meta = _HEAD.pack(self.id, pair, len(tensors), len(trail)) + trail + encoded.meta
         return Encoded(meta, encoded.buffers, encoded.keep, encoded.flags | CONTEXT, encoded.travellers)

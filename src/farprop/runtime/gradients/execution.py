@@ -31,6 +31,23 @@ class _Stop(Exception):
     """Ends the engine after one node."""
 
 
+def _run_engine(roots: Gradients, sinks: Iterable[Edge], keep_graph: bool) -> Sequence[Gradient]:
+    """Run from the roots to these sinks; what comes out at them. Without sinks everything behind the roots runs, and
+    leaves there would get their ``.grad``.
+    """
+    ends = tuple([GradientEdge(node, index) for node, index in sinks])
+    captured = _run_backward(
+        tuple([GradientEdge(node, index) for node, index in roots]),
+        tuple(roots.values()),
+        keep_graph,
+        False,
+        ends,
+        True,  # some sinks may get nothing
+        not ends,  # to .grad
+    )
+    return captured or ()
+
+
 class Execution:
     """The part of one pass that runs here. Runs must not overlap: the protocol sees to it."""
 
@@ -77,40 +94,24 @@ class Execution:
     def _engine(self, roots: Gradients, reach: Reach) -> Gradients:
         if reach.is_leaves_alone and not any(leaf.variable._backward_hooks for leaf in reach.leaves):
             return roots  # the engine would give them back as they are
+        if not roots:
+            return {}
         if not reach.leaves and all(node.on_cpu for node, _ in reach.receives):
             return self._engine_to_the_end(roots)
         sinks: list[Edge] = [*((leaf, 0) for leaf in reach.leaves), *reach.receives]
-        if not sinks or not roots:
-            return {}  # without sinks, the engine would write to .grad
-        captured = _run_backward(
-            tuple([GradientEdge(node, index) for node, index in roots]),
-            tuple(roots.values()),
-            self._keep_graph,
-            False,
-            tuple([GradientEdge(node, index) for node, index in sinks]),
-            True,  # some sinks may get nothing
-            False,  # nothing goes to .grad
-        )
+        captured = _run_engine(roots, sinks, self._keep_graph)
         gradients = {edge: gradient for edge, gradient in zip(sinks, captured, strict=True) if gradient is not None}
         for node in {node for node, _ in reach.receives if node.is_hooked}:
             self._run_hooks(node, gradients)
         return gradients
 
     def _engine_to_the_end(self, roots: Gradients) -> Gradients:
-        """Where there are no leaves, the engine need not stop anywhere: receives note what they get. Telling it where
-        to stop makes it a third slower.
+        """Where there are no leaves, the engine need not stop anywhere: receives note what they get. It is slower if it
+        has to be told where to stop.
         """
         outer, noting.gradients = noting.gradients, {}
         try:
-            _run_backward(
-                tuple([GradientEdge(node, index) for node, index in roots]),
-                tuple(roots.values()),
-                self._keep_graph,
-                False,
-                (),
-                True,
-                True,
-            )
+            _run_engine(roots, (), self._keep_graph)
             return noting.gradients
         finally:
             noting.gradients = outer
@@ -162,15 +163,7 @@ class Execution:
 
         handle = node.register_hook(take)
         try:
-            _run_backward(
-                tuple([GradientEdge(node, index) for node, index in roots]),
-                tuple(roots.values()),
-                self._keep_graph,
-                False,
-                tuple([GradientEdge(node, index) for node, index in node.next_functions if node is not None]),
-                True,
-                False,
-            )
+            _run_engine(roots, [edge for edge in node.next_functions if edge[0] is not None], self._keep_graph)
         except _Stop:
             pass
         finally:

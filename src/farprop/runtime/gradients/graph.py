@@ -35,7 +35,7 @@ class Reach(NamedTuple):
 
 
 def reach_from(edges: Iterable[Edge]) -> Reach:
-    """Walk the graph. This is the one loop over all nodes of a pass: it costs half a microsecond a node."""
+    """Walk the graph. This is the one loop over all nodes of a pass, so it is kept short."""
     seen: set[Node] = {None}
     leaves: list[Node] = []
     receives: set[Edge] = set()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from farprop.protocol.passes import ROOTS, GradientPass, PassId, Run, Target
-from farprop.runtime.gradients.anomaly import watched
+from farprop.runtime.gradients.anomaly import current_trail, watched
 from farprop.runtime.gradients.contexts import Context
 from farprop.runtime.gradients.execution import Execution, Gradient, Gradients
 from farprop.runtime.gradients.graph import Edge
@@ -56,7 +56,7 @@ class LocalPass:
         if not self.anomaly:
             self._execute(run)
             return
-        trail = self.context.trails.get(run.source or ROOTS, "")
+        trail = current_trail.get() if run.source == ROOTS else self.context.trails.get(run.source or 0, "")
         with watched(self._plan.nodes(), trail, f"worker {self.machine.me}"):
             self._execute(run)
 
