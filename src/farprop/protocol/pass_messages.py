@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 from farprop.errors import ProtocolError
 from farprop.protocol.credit import Credit
-from farprop.protocol.passes import PassId, Share, Statuses
+from farprop.protocol.passes import ALL, PassId, Share, Statuses
 
-# context, pair, origin, number, oldest pass of the origin's that still runs, flags; level of the credit, length of its
-# parts, number of statuses
-_HEAD = struct.Struct("<QQHQQBIHH")
+# context, pair, origin, number, oldest pass of the origin's that still runs, flags; a share follows
+_HEAD = struct.Struct("<QQHQQB")
+# level of the credit, length of its parts, number of statuses; nothing at all stands for all the credit
+_SHARE = struct.Struct("<IHH")
 _STATUS = struct.Struct("<HIB")
 _FAST, _KEEP_GRAPH, _ANOMALY = 1, 2, 4
 
@@ -28,32 +29,25 @@ class PassHead(NamedTuple):
 
 
 def pack_head(head: PassHead) -> bytes:
-    credit, statuses = head.share
+    context_id, pair, (origin, number), oldest, fast, keep_graph, anomaly, share = head
+    flags = _FAST * fast | _KEEP_GRAPH * keep_graph | _ANOMALY * anomaly
+    return _HEAD.pack(context_id, pair, origin, number, oldest, flags) + pack_share(share)
+
+
+def pack_share(share: Share) -> bytes:
+    if share == ALL:
+        return b""
+    credit, statuses = share
     parts = credit.parts.to_bytes((credit.parts.bit_length() + 7) // 8, "little")
-    flags = _FAST * head.fast | _KEEP_GRAPH * head.keep_graph | _ANOMALY * head.anomaly
-    packed = _HEAD.pack(
-        head.context_id, head.pair, *head.pass_id, head.oldest, flags, credit.level, len(parts), len(statuses)
-    )
-    if not statuses:
-        return packed + parts
     rows = [_STATUS.pack(worker, number, blocked) for worker, (number, blocked) in statuses.items()]
-    return b"".join((packed, parts, *rows))
+    return b"".join((_SHARE.pack(credit.level, len(parts), len(statuses)), parts, *rows))
 
 
 def unpack_head(data: bytes) -> PassHead:
     try:
-        context_id, pair, origin, number, oldest, flags, level, size, count = _HEAD.unpack_from(data)
-        at = _HEAD.size + size
-        credit = Credit(int.from_bytes(data[_HEAD.size : at], "little"), level)
-        statuses: Statuses = {}
-        for _ in range(count):
-            worker, statement, blocked = _STATUS.unpack_from(data, at)
-            statuses[worker] = statement, bool(blocked)
-            at += _STATUS.size
-        if at != len(data):
-            raise struct.error(f"it should have {at} bytes, and has {len(data)}")
+        context_id, pair, origin, number, oldest, flags = _HEAD.unpack_from(data)
     except struct.error as error:
-        raise ProtocolError(f"a message of a backward pass makes no sense: {error}") from error
+        raise _nonsense(error) from error
     return PassHead(
         context_id,
         pair,
@@ -62,5 +56,28 @@ def unpack_head(data: bytes) -> PassHead:
         bool(flags & _FAST),
         bool(flags & _KEEP_GRAPH),
         bool(flags & _ANOMALY),
-        Share(credit, statuses),
+        unpack_share(data[_HEAD.size :]),
     )
+
+
+def unpack_share(data: bytes) -> Share:
+    if not data:
+        return ALL
+    try:
+        level, size, count = _SHARE.unpack_from(data)
+        at = _SHARE.size + size
+        credit = Credit(int.from_bytes(data[_SHARE.size : at], "little"), level)
+        statuses: Statuses = {}
+        for _ in range(count):
+            worker, statement, blocked = _STATUS.unpack_from(data, at)
+            statuses[worker] = statement, bool(blocked)
+            at += _STATUS.size
+        if at != len(data):
+            raise struct.error(f"it should have {at} bytes, and has {len(data)}")
+    except struct.error as error:
+        raise _nonsense(error) from error
+    return Share(credit, statuses)
+
+
+def _nonsense(error: Exception) -> ProtocolError:
+    return ProtocolError(f"a message of a backward pass makes no sense: {error}")

@@ -57,6 +57,9 @@ class Share(NamedTuple):
         return Share(self.credit.plus(other.credit), statuses)
 
 
+ALL = Share(WHOLE, {})  # what the origin starts with
+
+
 class Run(NamedTuple):
     """Feed the gradients of ``source`` (None: of none) to the graph, run these units, then say so with ``ran``."""
 
@@ -103,6 +106,16 @@ class Ended(NamedTuple):
 Action = Run | Send | GiveBack | Release | Survey | Stuck | Ended
 
 
+def passed_on(share: Share, targets: Sequence[Target]) -> list[Action]:
+    """Gradients to all targets, with a share each. The statuses go with one of them: they are home when all the credit
+    is.
+    """
+    credits = share.credit.split(len(targets))
+    sends: list[Action] = [Send(target, Share(credit, {})) for target, credit in zip(targets, credits, strict=True)]
+    sends[0] = Send(targets[0], Share(credits[0], share.statuses))
+    return sends
+
+
 class UnknownSource(Exception):
     """A gradient came for something that was never sent, or came twice."""
 
@@ -127,6 +140,7 @@ class GradientPass:
             for source in unit.sources:
                 self._waiting.setdefault(source, []).append(number)
         self._shared = [number for number, unit in enumerate(units) if len(unit.sources) > 1]
+        self._is_straight = not fast and not self._shared
         self._running = False
         self._queue: deque[tuple[int | None, frozenset[int], Share]] = deque()
         self._said = (0, False)
@@ -139,7 +153,7 @@ class GradientPass:
 
     def start(self) -> list[Action]:
         """At the origin: the roots are there."""
-        return self.come(ROOTS, Share(WHOLE, {}))
+        return self.come(ROOTS, ALL)
 
     def come(self, source: int, share: Share) -> list[Action]:
         """The gradients of a source came."""
@@ -150,6 +164,18 @@ class GradientPass:
         self._come.add(source)
         self._queue.append((source, frozenset((source,)), share))
         return self._next()
+
+    def straight(self, source: int) -> Sequence[Target] | None:
+        """The gradients of a source came, and nothing here is shared: run what is behind them, then pass the share that
+        came on to these targets, if any; else it is done with. None: it is not so simple, and ``come`` decides.
+        """
+        if not self._is_straight or self.failed or source not in self.sources or source in self._come:
+            return None
+        self._come.add(source)
+        (number,) = self._waiting[source]
+        self._missing[number] = 0
+        self._started.add(number)
+        return self.units[number].targets
 
     def release(self, used: Iterable[int], share: Share) -> list[Action]:
         """Only these sources are used: nothing waits for the others any more."""
@@ -169,13 +195,12 @@ class GradientPass:
         targets = [target for number in run.units for target in self.units[number].targets]
         statuses = self._speak(run.share.statuses)
         if targets:
-            credits = run.share.credit.split(len(targets))
-            # The statuses go with one of the shares: they are home when all the credit is.
-            sends = [Send(target, Share(credit, {})) for target, credit in zip(targets, credits, strict=True)]
-            sends[0] = Send(targets[0], Share(credits[0], statuses))
-            return [*sends, *following]
-        share = Share(run.share.credit, statuses)
-        return [*(self.returned(share) if self.me == self.origin else [GiveBack(share)]), *following]
+            return [*passed_on(Share(run.share.credit, statuses), targets), *following]
+        return [*self.done_with(Share(run.share.credit, statuses)), *following]
+
+    def done_with(self, share: Share) -> list[Action]:
+        """Nothing follows from what came with this share."""
+        return self.returned(share) if self.me == self.origin else [GiveBack(share)]
 
     def reach(self, sources: Iterable[int]) -> set[Target]:
         """The targets that any of these sources leads to."""

@@ -328,19 +328,21 @@ class Agent:
         name = name_of(function)
         plain = None if name is not None else function
         context = current_context.get()
+        meanwhile = None
         try:
             if context is None or flags:
                 context = None
                 encoded = self._encode_call(plain, args, kwargs)
             else:
                 encoded = context.send(link.rank, lambda graph: self._encode_call(plain, args, kwargs, graph))
+                meanwhile = context.look_at_leaves
         except NotPlaced:
             encoded = self._encode_placed(link.peer, link.rank, context, self._encode_call, plain, args, kwargs)
         if not encoded.travellers:
-            return value_of(link.call_sync(flags, name or b"", encoded, timeout), context, link.rank)
+            return value_of(link.call_sync(flags, name or b"", encoded, timeout, meanwhile), context, link.rank)
         encoded, forks = self.references.depart(encoded, link.rank, link)
         try:
-            frame = link.call_sync(flags, name or b"", encoded, timeout)
+            frame = link.call_sync(flags, name or b"", encoded, timeout, meanwhile)
         except BaseException as error:
             self._after_failed_send(link, forks, error)
             raise
@@ -535,8 +537,8 @@ class Agent:
         counter = context_id & (1 << COUNTER_BITS) - 1
         self.references.clean_up(rank, GlobalId(context_id >> COUNTER_BITS, counter))
 
-    def _on_context_ended(self, context: GlobalId) -> None:
-        self.gradients.release((context.created_on << COUNTER_BITS) + context.local_id)
+    def _on_context_ended(self, context: GlobalId, told_by: int) -> None:
+        self.gradients.release((context.created_on << COUNTER_BITS) + context.local_id, told_by)
 
     def backward_on_owner(self, value: Any, context_id: int, retain_graph: bool) -> None:
         """Run a backward pass from a value that others refer to."""

@@ -164,12 +164,18 @@ class Link:
 
     # Calls
 
-    def call_sync(self, flags: int, name: bytes, encoded: Encoded, timeout: float) -> Frame:
-        """Send a request and wait for its answer. ``timeout`` 0 is for ever."""
+    def call_sync(
+        self, flags: int, name: bytes, encoded: Encoded, timeout: float, meanwhile: Callable[[], None] | None = None
+    ) -> Frame:
+        """Send a request and wait for its answer. ``timeout`` 0 is for ever. ``meanwhile`` is called as soon as it is
+        sent, and should be short.
+        """
         call = SyncCall()
         call_id = next(self._ids)
         loop = self._loop
         pooled = loop.on_pool_thread()
+        if not pooled:
+            loop.called_from_outside = True
         if self._connection.outbox_bytes > _OUTBOX_LIMIT:
             self._wait_for_room(timeout)
         deadline = _now() + timeout if timeout else 0.0
@@ -191,6 +197,8 @@ class Link:
                         self._set_events()
                 self.sent += not flags & SYSTEM
             self._send(flags, call_id, timeout, name, encoded)
+            if meanwhile is not None:
+                meanwhile()
             while not call.done():
                 if not pooled:
                     self._await_answer(call, deadline)

@@ -92,6 +92,7 @@ class Loop:
         self._on_pause: Callable[[], None] = lambda: None
         self._closed = False
         self._spinner = Spinner()
+        self.called_from_outside = False
         self._watcher_bell = threading.Lock()
         self._watcher_bell.acquire()
         self._watching = False
@@ -379,7 +380,10 @@ class Loop:
     def _poll(self, timeout: float) -> None:
         poll = self._epoll.poll
         events: list[tuple[int, int]] = []
-        if self._spinner.worth_it():
+        if self.called_from_outside:
+            # A thread of the program's makes calls: it needs the interpreter's lock more than we do.
+            self.called_from_outside = False
+        elif self._spinner.worth_it():
             end = _perf() + SPIN
             while True:
                 events = poll(0)

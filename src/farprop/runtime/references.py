@@ -89,7 +89,9 @@ class Arrivals:
 class ReferenceSpace:
     """See the module's rules."""
 
-    def __init__(self, me: int, worker: str, courier: Courier, on_context_ended: Callable[[GlobalId], None]) -> None:
+    def __init__(
+        self, me: int, worker: str, courier: Courier, on_context_ended: Callable[[GlobalId, int], None]
+    ) -> None:
         self.me = me
         self._on_context_ended = on_context_ended
         self._worker = worker
@@ -100,7 +102,6 @@ class ReferenceSpace:
         self._inside = 0  # the thread that is at the machine
         self._effects: deque[Effect] = deque()
         self._freed: deque[OwnedValue] = deque()
-        self._ended_contexts: deque[GlobalId] = deque()
         self._letting_go = False
         self._drops: deque[UserReference] = deque()
         self._nudged = False
@@ -161,9 +162,9 @@ class ReferenceSpace:
             cell.fail(self._never_made(subject.rref))
         elif happening is Happening.SETTLED:
             self._settle(subject)
-        elif happening is Happening.FREED or happening is Happening.CONTEXT_ENDED:
+        elif happening is Happening.FREED:
             # What a finaliser does is the user's business: it runs on a thread where that may take its time.
-            (self._freed if happening is Happening.FREED else self._ended_contexts).append(subject)
+            self._freed.append(subject)
             if not self._letting_go:
                 self._letting_go = True
                 try:
@@ -177,8 +178,6 @@ class ReferenceSpace:
         try:
             while self._freed:
                 self._freed.popleft()
-            while self._ended_contexts:
-                self._on_context_ended(self._ended_contexts.popleft())
         except IndexError:
             pass  # another thread was faster
 
@@ -447,6 +446,9 @@ class ReferenceSpace:
         results = self._do(take)
         for rref, cell in broken:
             cell.fail(self._never_made(rref))
+        for operation in batch.operations:
+            if operation.kind is Kind.CLEANUP:  # to end a context twice does no harm
+                self._on_context_ended(operation.rref, peer)
         return results
 
     def _outgoing(self, peer: int) -> Batch | None:
@@ -507,13 +509,7 @@ class ReferenceSpace:
     def settled(self) -> bool:
         """Nothing is on its way to another worker."""
         with self._lock:
-            return (
-                not self._drops
-                and not self._effects
-                and not self._freed
-                and not self._ended_contexts
-                and self._machine.settled
-            )
+            return not self._drops and not self._effects and not self._freed and self._machine.settled
 
     def counts(self) -> dict[str, int]:
         with self._lock:

@@ -37,7 +37,7 @@ def begins(local: Local, run: Run) -> None:
     story, rank = local.story, local.rank
     if local.machine.failed:
         raise Violation(f"{story} has failed on worker {rank}, and runs there")
-    if rank in story.running:
+    if story.running[rank] and any(len(unit.sources) > 1 for unit in local.machine.units):
         raise Violation(f"{story} runs two things at once on worker {rank}")
     used = story.used.get(rank, set())
     fed = story.fed.setdefault(rank, set())
@@ -87,8 +87,8 @@ def ended(world: World, story: PassStory) -> None:
 
 def rests(story: PassStory, action: Survey | Stuck) -> None:
     """The origin found that the pass is at rest and somebody blocked."""
-    if story.running:
-        raise Violation(f"{story} is said to be at rest, and runs on workers {sorted(story.running)}")
+    if story.running.total():
+        raise Violation(f"{story} is said to be at rest, and runs on workers {sorted(+story.running)}")
     for local in story.locals.values():
         machine = local.machine
         if story.fast and not machine.sources <= story.fed.get(local.rank, set()):

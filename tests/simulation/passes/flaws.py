@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from farprop.protocol.credit import Credit
@@ -275,3 +275,48 @@ def failure_undoes_the_end(self: GradientPass) -> bool:
     news = not self.failed
     self.failed = True
     return news
+
+
+# The straight way
+
+
+@pass_flaw("straight")
+def straight_around_others(self: GradientPass, source: int) -> Sequence[Target] | None:
+    """What is shared does not wait for its other sources."""
+    self._is_straight = not self.fast
+    if not self._is_straight or self.failed or source not in self.sources or source in self._come:
+        return None
+    self._come.add(source)
+    numbers = self._waiting[source]
+    self._started.update(numbers)
+    return [target for number in numbers for target in self.units[number].targets]
+
+
+@pass_flaw("straight")
+def straight_twice(self: GradientPass, source: int) -> Sequence[Target] | None:
+    """That a source has come is not noted."""
+    targets = _HEALTHY["straight"](self, source)
+    self._come.discard(source)
+    return targets  # type: ignore[no-any-return]
+
+
+@pass_flaw("straight")
+def straight_in_fast(self: GradientPass, source: int) -> Sequence[Target] | None:
+    """A FAST pass takes the short way too, and says of nobody that it waits."""
+    self._is_straight = not self._shared
+    return _HEALTHY["straight"](self, source)  # type: ignore[no-any-return]
+
+
+@pass_flaw("straight")
+def straight_after_failure(self: GradientPass, source: int) -> Sequence[Target] | None:
+    """Gradients that come after a failure run all the same."""
+    failed, self.failed = self.failed, False
+    targets = _HEALTHY["straight"](self, source)
+    self.failed = failed
+    return targets  # type: ignore[no-any-return]
+
+
+@pass_flaw("done_with")
+def credit_kept(self: GradientPass, share: Share) -> list[Action]:
+    """Credit that nothing follows from stays where it is."""
+    return self.returned(share) if self.me == self.origin else []

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from farprop.protocol.passes import Action, Ended, GradientPass, Run, Share, Stuck, Survey
+from farprop.protocol.passes import (
+    ROOTS,
+    Action,
+    Ended,
+    GradientPass,
+    Run,
+    Share,
+    Stuck,
+    Survey,
+    Target,
+    passed_on,
+)
 from tests.simulation.passes import checks
 from tests.simulation.passes.forward import Graph
 from tests.simulation.passes.stories import PassStory, amount
 
 if TYPE_CHECKING:
     from tests.simulation.passes.world import World
+
+
+class Straight(NamedTuple):
+    """A run on the short way, and where it leads."""
+
+    run: Run
+    targets: Sequence[Target]
 
 
 class Local:
@@ -24,12 +42,36 @@ class Local:
         self.id = story.id
         self.partners: set[int] = set()
         self.undone = False  # the context's gradients are as they were before the pass
+        self.is_watched = world.chance.random() < 0.5 or world.watched  # by a profiler, say
         self.machine = GradientPass(rank, story.id.origin, story.fast, graph.units(reaches), frozenset(reaches))
         checks.met(self)
         story.locals[rank] = self
 
     def start(self) -> list[Action]:
         return self._wanted(self.machine.failed, self.machine.start())
+
+    def straight(self, source: int, share: Share) -> Straight | None:
+        """The short way, unless somebody looks on."""
+        if self.is_watched:
+            return None
+        targets = self.machine.straight(source)
+        if targets is None:
+            return None
+        if source == ROOTS:
+            self.story.loose += amount(share.credit)
+        units = [number for number, unit in enumerate(self.machine.units) if unit.sources == {source}]
+        return Straight(Run(source, tuple(units), share), targets)
+
+    def end_straight(self, straight: Straight) -> list[Action]:
+        run = straight.run
+        self.story.running[self.rank] -= 1
+        self.story.ran.setdefault(self.rank, set()).update(run.units)
+        self._take(run.share)
+        had_failed = self.machine.failed
+        if had_failed:
+            return self._wanted(had_failed, [])
+        actions = passed_on(run.share, straight.targets) if straight.targets else self.machine.done_with(run.share)
+        return self._wanted(had_failed, actions)
 
     def come(self, source: int, share: Share) -> list[Action]:
         self._take(share)
@@ -48,10 +90,10 @@ class Local:
 
     def begin(self, run: Run) -> None:
         checks.begins(self, run)
-        self.story.running.add(self.rank)
+        self.story.running[self.rank] += 1
 
     def end(self, run: Run) -> list[Action]:
-        self.story.running.discard(self.rank)
+        self.story.running[self.rank] -= 1
         self.story.ran.setdefault(self.rank, set()).update(run.units)
         self._take(run.share)
         return self._wanted(self.machine.failed, self.machine.ran(run))

@@ -6,7 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from farprop.protocol.credit import NONE
-from farprop.protocol.passes import ROOTS, Action, Ended, PassId, Share, Survey
+from farprop.protocol.passes import ALL, ROOTS, Action, Ended, PassId, Share, Survey
 from tests.simulation.passes import checks
 from tests.simulation.passes.local import Local
 from tests.simulation.passes.stories import PassStory
@@ -51,7 +51,7 @@ def backward(worker: Worker, story: PassStory) -> Steps:
     worker.world.clock.after(DEADLINE, origin.expire)
     worker.world.say("%d: backward from %s, %s", worker.rank, list(story.roots), story)
     try:
-        yield from worker.perform(local, local.start(), waits=True)
+        yield from worker.come(local, ROOTS, ALL, waits=True)
         yield from _wait(worker, local, origin)
         story.outcome = "ended"
     except PassError:

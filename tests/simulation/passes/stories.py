@@ -30,7 +30,7 @@ class PassStory:
         self.fed: dict[int, set[int]] = {}  # the sources whose gradients the graph of a worker has got
         self.started: dict[int, set[int]] = {}  # the units that a worker has begun to run
         self.ran: dict[int, set[int]] = {}  # those that it has run
-        self.running: set[int] = set()  # workers
+        self.running: Counter[int] = Counter()  # by worker
         self.sent: set[tuple[int, int]] = set()  # the sends that gradients were sent to
         self.loose = Fraction(0)  # credit that no machine has: on its way, or with a run
         self.messages: Counter[str] = Counter()

@@ -11,10 +11,10 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from farprop.protocol.pass_messages import PassHead, pack_head, unpack_head
-from farprop.protocol.passes import Action, GiveBack, PassId, Release, Run, Send, Share
+from farprop.protocol.passes import ROOTS, Action, GiveBack, PassId, Release, Run, Send, Share
 from tests.simulation.passes import checks
 from tests.simulation.passes.context import Holder
-from tests.simulation.passes.local import Local
+from tests.simulation.passes.local import Local, Straight
 from tests.simulation.passes.network import Call
 from tests.simulation.passes.origin import Origin
 from tests.simulation.passes.threads import Future, PassError, Steps, start
@@ -84,7 +84,18 @@ class Worker(Holder):
         """What was decided before a failure is not done after it."""
         return local.machine.failed
 
-    def _execute(self, local: Local, run: Run) -> Steps:
+    def come(self, local: Local, source: int, share: Share, back_to: int = -1, waits: bool = False) -> Steps:
+        """The roots are there, or gradients came from another worker."""
+        straight = local.straight(source, share)
+        if straight is None:
+            actions = local.start() if source == ROOTS else local.come(source, share)
+        else:
+            actions = yield from self._execute(local, straight)
+        return (yield from self.perform(local, actions, back_to, waits))
+
+    def _execute(self, local: Local, straight_or_run: Straight | Run) -> Steps:
+        straight = straight_or_run if isinstance(straight_or_run, Straight) else None
+        run = straight_or_run if isinstance(straight_or_run, Run) else straight_or_run.run
         chance, weather = self.world.chance, self.world.weather
         self.world.say("%d runs units %s of %s after source %s", self.rank, run.units, local.story, run.source)
         local.begin(run)
@@ -94,7 +105,7 @@ class Worker(Holder):
             self.world.say("%d: it raises", self.rank)
             local.story.faulty = True
             raise PassError("a unit failed")
-        return local.end(run)
+        return local.end(run) if straight is None else local.end_straight(straight)
 
     def head(self, local: Local, pair: int, share: Share) -> bytes:
         passes = self.context.passes if self.context is not None else {}
@@ -170,7 +181,7 @@ class Worker(Holder):
         local = self._local(head)
         local.partners.add(sender)
         try:
-            return (yield from self.perform(local, local.come(head.pair, head.share), back_to=sender))
+            return (yield from self.come(local, head.pair, head.share, back_to=sender))
         except PassError:
             local.fail()
             raise

@@ -20,7 +20,8 @@ from farprop.protocol.references.states import UNCONFIRMED, User, UserEvent, Val
 
 _NO_PARENT = -1
 _UNREGISTERED = frozenset({User.ARRIVED, User.ARRIVED_DROPPED})
-_URGENT = frozenset({Kind.REGISTER, Kind.REVOKE, Kind.RECALL})
+# Contexts end on threads of the program's that have just made calls: sent at once, it costs less than waking the loop.
+_URGENT = frozenset({Kind.REGISTER, Kind.REVOKE, Kind.RECALL, Kind.CLEANUP})
 
 
 class References:
@@ -258,8 +259,7 @@ class References:
         if kind is Kind.RECALL:
             return self._recall(rref, fork)
         if kind is Kind.CLEANUP:
-            self.effects.append(Effect(Happening.CONTEXT_ENDED, rref))
-            return True
+            return True  # the caller's business
         if flag:
             self._orphaned.add(rref)
         value = self.owned.get(rref)

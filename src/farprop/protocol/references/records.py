@@ -75,7 +75,6 @@ class Happening(enum.Enum):
     SETTLED = "the owner counts this reference, which has arrived, or never will"
     FREED = "nobody elsewhere refers to this value"
     BROKEN = "this value will never be made"
-    CONTEXT_ENDED = "another worker says that this autograd context has ended"
     SEND = "there is something to send to this worker now"
     SEND_LATER = "there is something to send to this worker, and no hurry"
 
@@ -83,4 +82,4 @@ class Happening(enum.Enum):
 class Effect(NamedTuple):
     happening: Happening
     subject: Any
-    """A ``UserReference``, an ``OwnedValue``, a worker's rank, or a context's id."""
+    """A ``UserReference``, an ``OwnedValue``, or a worker's rank."""

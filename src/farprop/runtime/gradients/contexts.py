@@ -16,7 +16,8 @@ from farprop.errors import ProtocolError, UsageError
 from farprop.protocol.passes import ROOTS, PassId, Target
 from farprop.runtime.gradients import anomaly
 from farprop.runtime.gradients.graph import Edge, Plan, Reach, check_context, reach_from
-from farprop.runtime.gradients.nodes import SendRpcBackward, make_receive
+from farprop.runtime.gradients.hooks import hooks_of
+from farprop.runtime.gradients.nodes import LEAF_TYPE, SendRpcBackward, make_receive
 from farprop.wire.codec import Encoded, decode_collecting
 from farprop.wire.frames import CONTEXT
 
@@ -69,6 +70,7 @@ class Context:
         self.is_released = False
         self.trails: dict[int, str] = {}  # of sends, in anomaly mode: the calls that led to them
         self._new_pair = new_pair
+        self._newest: SendRpcBackward | None = None  # unless it was looked at
         self._reaches: dict[int, Reach] = {}
         self._plan: tuple[int, tuple[Edge, ...], Plan] | None = None
 
@@ -93,7 +95,7 @@ class Context:
         pair = 0
         if tensors:
             pair = self._new_pair()
-            self.sends[pair] = SendRpcBackward(tensors, placed)
+            self.sends[pair] = self._newest = SendRpcBackward(tensors, placed)
         trail = b""
         if answers:
             self.trails[pair] = answers
@@ -119,6 +121,14 @@ class Context:
         return value
 
     # The graph
+
+    def look_at_leaves(self) -> None:
+        """While a call is under way: find what a backward pass will ask for, if leaves were sent."""
+        send, self._newest = self._newest, None
+        if send is not None:
+            for node, _ in send.next_functions:
+                if type(node) is LEAF_TYPE:
+                    hooks_of(node)
 
     def plan(self, roots: tuple[Edge, ...], again: bool) -> Plan:
         """How the sends and these roots share the graph. Made once for each, if nothing that matters can change."""

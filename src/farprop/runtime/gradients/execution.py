@@ -25,27 +25,73 @@ from farprop.runtime.gradients.nodes import LEAF_TYPE, RECEIVE_TYPE, noting
 _run_backward = Variable._execution_engine.run_backward
 Gradient = torch.Tensor | None
 Gradients = dict[Edge, torch.Tensor]
+_FEW = 64  # nodes
 
 
 class _Stop(Exception):
     """Ends the engine after one node."""
 
 
-def _run_engine(roots: Gradients, sinks: Iterable[Edge], keep_graph: bool) -> Sequence[Gradient]:
+def _run_engine(roots: Gradients, sinks: tuple[GradientEdge, ...], keep_graph: bool) -> Sequence[Gradient]:
     """Run from the roots to these sinks; what comes out at them. Without sinks everything behind the roots runs, and
     leaves there would get their ``.grad``.
     """
-    ends = tuple([GradientEdge(node, index) for node, index in sinks])
     captured = _run_backward(
         tuple([GradientEdge(node, index) for node, index in roots]),
         tuple(roots.values()),
         keep_graph,
         False,
-        ends,
+        sinks,
         True,  # some sinks may get nothing
-        not ends,  # to .grad
+        not sinks,  # to .grad
     )
     return captured or ()
+
+
+def run_graph(roots: Gradients, reach: Reach, keep_graph: bool) -> Gradients:
+    """Run all that the roots reach, with all hooks but those of leaves' nodes; the gradients that come out at leaves
+    and receives.
+    """
+    if reach.is_leaves_alone and not any(leaf.variable._backward_hooks for leaf in reach.leaves):
+        return roots  # the engine would give them back as they are
+    if not roots:
+        return {}
+    if not reach.leaves and len(reach.nodes) > _FEW and all(node.on_cpu for node, _ in reach.receives):
+        return _run_to_the_end(roots, keep_graph)
+    captured = _run_engine(roots, reach.sink_edges(), keep_graph)
+    gradients = {edge: gradient for edge, gradient in zip(reach.sinks, captured, strict=True) if gradient is not None}
+    for node in {node for node, _ in reach.receives if node.is_hooked}:
+        _run_hooks(node, gradients)
+    return gradients
+
+
+def _run_to_the_end(roots: Gradients, keep_graph: bool) -> Gradients:
+    """Where there are no leaves, the engine need not stop anywhere: receives note what they get. If the graph is large,
+    it is slower if it has to be told where to stop.
+    """
+    outer, noting.gradients = noting.gradients, {}
+    try:
+        _run_engine(roots, (), keep_graph)
+        return noting.gradients
+    finally:
+        noting.gradients = outer
+
+
+def _run_hooks(node: Node, gradients: Gradients) -> None:
+    """The hooks of a receive that the engine stopped at."""
+    came = tuple([gradients.pop((node, index), None) for index in range(node.count)])
+    if any(gradient is not None for gradient in came):
+        came = run_in_front(node, came)
+        run_behind(node, (None,), came)
+        for index, gradient in enumerate(came):
+            if gradient is not None:
+                gradients[node, index] = gradient
+
+
+def put(edge: Edge, gradient: torch.Tensor, gradients: Gradients) -> None:
+    """One more gradient for an edge."""
+    old = gradients.get(edge)
+    gradients[edge] = gradient if old is None else add(old, gradient)
 
 
 class Execution:
@@ -77,7 +123,7 @@ class Execution:
                 is_new = False
             if not is_new or reach is None:
                 reach = reach_from(roots)
-        return self._engine(roots, reach) if reach is not None else {}
+        return run_graph(roots, reach, self._keep_graph) if reach is not None else {}
 
     def _waits(self, node: Node) -> bool:
         unit = self._plan.unit_of.get(node)
@@ -88,43 +134,7 @@ class Execution:
         node = edge[0]
         if self._waits(node):
             ready = self._pending.setdefault(self._plan.unit_of[node], {})
-        old = ready.get(edge)
-        ready[edge] = gradient if old is None else add(old, gradient)
-
-    def _engine(self, roots: Gradients, reach: Reach) -> Gradients:
-        if reach.is_leaves_alone and not any(leaf.variable._backward_hooks for leaf in reach.leaves):
-            return roots  # the engine would give them back as they are
-        if not roots:
-            return {}
-        if not reach.leaves and all(node.on_cpu for node, _ in reach.receives):
-            return self._engine_to_the_end(roots)
-        sinks: list[Edge] = [*((leaf, 0) for leaf in reach.leaves), *reach.receives]
-        captured = _run_engine(roots, sinks, self._keep_graph)
-        gradients = {edge: gradient for edge, gradient in zip(sinks, captured, strict=True) if gradient is not None}
-        for node in {node for node, _ in reach.receives if node.is_hooked}:
-            self._run_hooks(node, gradients)
-        return gradients
-
-    def _engine_to_the_end(self, roots: Gradients) -> Gradients:
-        """Where there are no leaves, the engine need not stop anywhere: receives note what they get. It is slower if it
-        has to be told where to stop.
-        """
-        outer, noting.gradients = noting.gradients, {}
-        try:
-            _run_engine(roots, (), self._keep_graph)
-            return noting.gradients
-        finally:
-            noting.gradients = outer
-
-    def _run_hooks(self, node: Node, gradients: Gradients) -> None:
-        """The hooks of a receive that the engine stopped at."""
-        came = tuple([gradients.pop((node, index), None) for index in range(node.count)])
-        if any(gradient is not None for gradient in came):
-            came = run_in_front(node, came)
-            run_behind(node, (None,), came)
-            for index, gradient in enumerate(came):
-                if gradient is not None:
-                    gradients[node, index] = gradient
+        put(edge, gradient, ready)
 
     # One node at a time
 
@@ -163,7 +173,8 @@ class Execution:
 
         handle = node.register_hook(take)
         try:
-            _run_engine(roots, [edge for edge in node.next_functions if edge[0] is not None], self._keep_graph)
+            sinks = tuple([GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None])
+            _run_engine(roots, sinks, self._keep_graph)
         except _Stop:
             pass
         finally:

@@ -7,7 +7,9 @@ as long as somebody holds them; the sets here do.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
+
+from torch.autograd.graph import GradientEdge
 
 from farprop.errors import UsageError
 from farprop.protocol.passes import Target, Unit
@@ -18,17 +20,24 @@ Node = Any
 Edge = tuple[Node, int]  # an input of a node
 
 
-class Reach(NamedTuple):
+class Reach:
     """What can be reached from some edges. Receives are there once for each of their tensors that is used."""
 
-    nodes: set[Node]
-    leaves: list[Node]
-    receives: set[Edge]
+    __slots__ = ("_edges", "is_leaves_alone", "leaves", "nodes", "receives", "sinks")
 
-    @property
-    def is_leaves_alone(self) -> bool:
-        """Nothing lies between the edges and leaves."""
-        return len(self.nodes) == len(self.leaves)
+    def __init__(self, nodes: set[Node], leaves: list[Node], receives: set[Edge]) -> None:
+        self.nodes = nodes
+        self.leaves = leaves
+        self.receives = receives
+        self.is_leaves_alone = len(nodes) == len(leaves)  # nothing lies between the edges and leaves
+        self.sinks: list[Edge] = [*[(leaf, 0) for leaf in leaves], *receives]
+        self._edges: tuple[GradientEdge, ...] | None = None
+
+    def sink_edges(self) -> tuple[GradientEdge, ...]:
+        """The sinks, for torch's engine."""
+        if self._edges is None:
+            self._edges = tuple([GradientEdge(node, index) for node, index in self.sinks])
+        return self._edges
 
     def targets(self) -> dict[Target, Node]:
         return {node.target: node for node, _ in self.receives}
@@ -65,13 +74,12 @@ class Plan:
         self.sources = sources
         self.units: list[Unit] = []
         self.unit_of: dict[Node, int] = {}  # of nodes that more than one source reaches
-        self.own_unit: dict[int, int] = {}  # of what a source reaches alone
         shared = _shared(sources)
         self.is_constant = not shared  # else the hooks of leaves matter, which come and go
         masks: dict[frozenset[int], int] = {}
         targets: list[list[Target]] = []
         for source, reach in sources.items():
-            self.own_unit[source] = masks[frozenset((source,))] = len(targets)
+            masks[frozenset((source,))] = len(targets)
             targets.append([target for target, node in reach.targets().items() if node not in shared])
         for node in shared:
             if type(node) is LEAF_TYPE and not has_hooks(node):
@@ -92,11 +100,11 @@ class Plan:
 
 def _shared(sources: Mapping[int, Reach]) -> set[Node]:
     shared: set[Node] = set()
-    if len(sources) > 1:
-        seen: set[Node] = set()
-        for reach in sources.values():
+    seen: set[Node] = set()
+    for reach in sources.values():
+        if not seen.isdisjoint(reach.nodes):
             shared |= seen & reach.nodes
-            seen |= reach.nodes
+        seen |= reach.nodes
     return shared
 
 

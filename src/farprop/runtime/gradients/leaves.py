@@ -44,8 +44,9 @@ def first_gradient(leaf: torch.Tensor, gradient: torch.Tensor, is_alone: bool) -
         return gradient if is_alone and tidy else gradient.clone()
     if leaf.layout is not torch.strided:
         return gradient.detach() if is_alone else gradient.detach().clone(memory_format=torch.contiguous_format)
-    if is_alone and gradient.stride() == leaf.stride():
-        return gradient.detach() if gradient.requires_grad else gradient
+    if gradient.stride() == leaf.stride():
+        kept = gradient.detach() if gradient.requires_grad else gradient
+        return kept if is_alone else kept.clone()
     return torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient.detach())
 
 

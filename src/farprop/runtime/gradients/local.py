@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +12,14 @@ import torch
 from farprop.protocol.passes import ROOTS, GradientPass, PassId, Run, Target
 from farprop.runtime.gradients.anomaly import current_trail, watched
 from farprop.runtime.gradients.contexts import Context
-from farprop.runtime.gradients.execution import Execution, Gradient, Gradients
+from farprop.runtime.gradients.execution import Execution, Gradient, Gradients, put, run_graph
 from farprop.runtime.gradients.graph import Edge
 from farprop.runtime.gradients.leaves import add, first_gradient, tell_hooks, through_hooks
 from farprop.runtime.gradients.nodes import LEAF_TYPE
 from farprop.runtime.gradients.payload import moved
-from farprop.runtime.gradients.records import RECEIVE, recorded
+from farprop.runtime.gradients.records import RECEIVE, is_recording, recorded
+
+Going = dict[Target, list[Gradient]]
 
 
 class LocalPass:
@@ -43,13 +46,36 @@ class LocalPass:
         self._roots = roots
         self.machine = GradientPass(me, pass_id.origin, fast, self._plan.units, frozenset(self._plan.sources))
         self._execution = Execution(self._plan, keep_graph)
-        self._came: dict[int, list[Gradient]] = {}
-        self._going: dict[Target, list[Gradient]] = {}
+        self._came: dict[int, Sequence[Gradient]] = {}
+        self._going: Going = {}
         self._before: dict[torch.Tensor, torch.Tensor | None] = {}  # gradients of the context that this pass changed
 
-    def bring(self, source: int, gradients: list[Gradient]) -> None:
+    def bring(self, source: int, gradients: Sequence[Gradient]) -> None:
         """Keep the gradients of a source until the machine wants them."""
         self._came[source] = gradients
+
+    def straight(self, source: int) -> Sequence[Target] | None:
+        """If the source need not wait for anything, and nobody looks on: where its gradients lead. Then
+        ``execute_straight`` has to follow; else ``bring``, and what the machine wants.
+        """
+        if self.anomaly or is_recording():
+            return None
+        with self.lock:
+            return self.machine.straight(source)
+
+    def execute_straight(self, source: int, gradients: Sequence[Gradient]) -> Going:
+        """Feed a source's gradients to the graph; those that come out for its targets."""
+        roots: Gradients = {}
+        for edge, gradient in self._start(source, gradients):
+            if gradient is not None and edge[0] is not None:
+                put(edge, gradient, roots)
+        going: Going = {}
+        self._distribute(run_graph(roots, self._plan.sources[source], self.keep_graph), going)
+        return going
+
+    def keep(self, going: Going) -> None:
+        """Keep these until ``take_gradients`` asks for them."""
+        self._going.update(going)
 
     def execute(self, run: Run) -> None:
         """Run what the machine wants run."""
@@ -64,34 +90,39 @@ class LocalPass:
         if run.source is None:
             captured = self._execution.run((), None, run.units)
         else:
-            gradients = self._came.pop(run.source)
-            if run.source == ROOTS:
-                edges = self._roots
-            else:
-                send = self.context.sends[run.source]
-                edges = send.next_functions
-                if send.devices is not None:
-                    gradients = moved(gradients, send.devices)
-            start = zip(edges, gradients, strict=True)
+            start = self._start(run.source, self._came.pop(run.source))
             captured = self._execution.run(start, self._plan.sources[run.source], run.units)
-        self._distribute(captured)
+        self._distribute(captured, self._going)
+
+    def _start(self, source: int, gradients: Sequence[Gradient]) -> Iterable[tuple[Edge, Gradient]]:
+        """The edges behind a source, with what they get. No gradients at all: nothing of it was used."""
+        if not gradients:
+            return ()
+        if source == ROOTS:
+            return zip(self._roots, gradients, strict=True)
+        send = self.context.sends[source]
+        if send.devices is not None:
+            gradients = moved(gradients, send.devices)
+        return zip(send.next_functions, gradients, strict=True)
 
     def take_gradients(self, target: Target) -> list[Gradient]:
         """The gradients for a target; all None if the graph computed none."""
         with recorded(RECEIVE):
             return self._going.pop(target, [])
 
-    def _distribute(self, captured: Gradients) -> None:
-        # a + b has one gradient for both.
-        uses = Counter(map(id, captured.values())) if len(captured) > 1 else None
+    def _distribute(self, captured: Gradients, going: Going) -> None:
+        """To leaves here, and to what is going to others."""
+        uses: Counter[int] | None = None
         for (node, index), gradient in captured.items():
             if type(node) is LEAF_TYPE:
-                self._accumulate(node, gradient, uses is None or uses[id(gradient)] == 1)
+                if uses is None:
+                    uses = Counter(map(id, captured.values()))  # a + b has one gradient for both
+                self._accumulate(node, gradient, uses[id(gradient)] == 1)
             else:
-                going = self._going.get(node.target)
-                if going is None:
-                    going = self._going[node.target] = [None] * node.count
-                going[index] = gradient
+                gradients = going.get(node.target)
+                if gradients is None:
+                    gradients = going[node.target] = [None] * node.count
+                gradients[index] = gradient
 
     def _accumulate(self, node: Any, gradient: torch.Tensor, is_alone: bool) -> None:
         leaf = node.variable

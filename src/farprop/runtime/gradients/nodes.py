@@ -28,7 +28,7 @@ class SendRpcBackward:
     def __init__(self, tensors: list[torch.Tensor], placed: bool = False) -> None:
         self.devices = [tensor.device for tensor in tensors] if placed else None
         # Not the tensors themselves: their memory may be freed. Leaves are kept alive by the graph in any case.
-        self._ends: list[Any] = [t if (node := t.grad_fn) is None else (node, t.output_nr) for t in tensors]
+        self._ends: list[Any] = [_end_of(tensor) for tensor in tensors]
         self._edges: tuple[tuple[Any, int], ...] | None = None
 
     @property
@@ -36,7 +36,7 @@ class SendRpcBackward:
         # Several threads may ask first at the same time. Whoever got hold of the ends before they went has all of them.
         ends = self._ends
         if self._edges is None:
-            self._edges = tuple([end if type(end) is tuple else _edge_of_leaf(end) for end in ends])
+            self._edges = tuple([end if type(end) is tuple else _edge_of(end) for end in ends])
             self._ends = []
         return self._edges
 
@@ -47,12 +47,22 @@ class SendRpcBackward:
         return f"<SendRpcBackward of {len(self.next_functions)} tensors>"
 
 
-def _edge_of_leaf(leaf: torch.Tensor) -> tuple[Any, int]:
+def _end_of(tensor: torch.Tensor) -> Any:
+    """The tensor's edge; the tensor itself if it is a leaf."""
+    # Asking a view for its node takes a lock of torch's with the interpreter's in hand. Another thread that uses the
+    # view may have the first and wait for the other. Operators give the interpreter's lock away, and get there too.
+    if tensor._is_view():
+        return _edge_of(tensor)
+    node = tensor.grad_fn
+    return tensor if node is None else (node, tensor.output_nr)
+
+
+def _edge_of(tensor: torch.Tensor) -> tuple[Any, int]:
     if not torch.is_grad_enabled():
         with torch.enable_grad():
-            return _edge_of_leaf(leaf)
+            return _edge_of(tensor)
     # A sparse tensor has no views; a function that drops its input leads to any.
-    made: Any = leaf.view_as(leaf) if leaf.layout is torch.strided else _touch(leaf)
+    made: Any = tensor.view_as(tensor) if tensor.layout is torch.strided else _touch(tensor)
     return made.grad_fn.next_functions[0]  # type: ignore[no-any-return]
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from farprop.errors import BackwardError, FarpropError
-from farprop.protocol.pass_messages import PassHead, pack_head, unpack_head
+from farprop.protocol.pass_messages import PassHead, pack_head, pack_share, unpack_share
 from farprop.protocol.passes import (
+    ALL,
     ROOTS,
     Action,
     GiveBack,
@@ -22,10 +23,12 @@ from farprop.protocol.passes import (
     Run,
     Send,
     Share,
+    Target,
     UnknownSource,
+    passed_on,
 )
 from farprop.runtime.gradients.execution import Gradient
-from farprop.runtime.gradients.local import LocalPass
+from farprop.runtime.gradients.local import Going, LocalPass
 from farprop.runtime.gradients.payload import encode_gradients, flat, restored
 from farprop.runtime.gradients.post import Post, Word, answer_of
 from farprop.runtime.gradients.records import SEND, recorded
@@ -67,11 +70,61 @@ class Performer:
         self._tell = tell
         self._fail = fail
 
+    # The straight way, for as long as nothing has to wait for anything
+
+    def start(self, local: LocalPass, gradients: Sequence[Gradient], deadline: float) -> None:
+        """At the origin, where the caller waits: run the pass from its roots, as far as one can see from here."""
+        source = ROOTS
+        while (targets := local.straight(source)) is not None:
+            going = self._execute_straight(local, source, gradients)
+            if len(targets) != 1 or targets[0].worker == self._me:
+                actions = self._follow(local, targets, going, ALL)
+                break
+            message = self._message(local, targets[0], ALL, going.get(targets[0], ()))
+            back = self._exchange(targets[0].worker, message, deadline)
+            if len(back) < 4 or back[0] is not None or back[2] or len(back) != 4 + back[3]:
+                actions = self._take_answer(local, back)
+                break
+            source, gradients = back[1], restored(back[4:])
+        else:
+            actions = self.come(local, source, gradients, ALL)
+        self.perform(local, actions, deadline=deadline, waits=True)
+
+    def serve(
+        self, local: LocalPass, pair: int, gradients: Sequence[Gradient], share: Share, sender: int
+    ) -> Sequence[Any]:
+        """Gradients came from another worker: what goes back with the answer, as ``perform`` returns it."""
+        targets = local.straight(pair)
+        if targets is None:
+            return self.perform(local, self.come(local, pair, gradients, share), back_to=sender)
+        going = self._execute_straight(local, pair, gradients)
+        if len(targets) == 1 and targets[0].worker == sender:
+            items = flat(going.get(targets[0], ()))
+            return None, targets[0].pair, pack_share(share), len(items), *items
+        return self.perform(local, self._follow(local, targets, going, share), back_to=sender)
+
+    def _execute_straight(self, local: LocalPass, source: int, gradients: Sequence[Gradient]) -> Going:
+        try:
+            return local.execute_straight(source, gradients)
+        except BaseException as error:
+            raise self._blamed(source, error) from error
+
+    def _follow(self, local: LocalPass, targets: Sequence[Target], going: Going, share: Share) -> list[Action]:
+        """What follows from gradients that ran."""
+        local.keep(going)
+        if targets:
+            return passed_on(share, targets)
+        with local.lock:
+            return local.machine.done_with(share)
+
+    # The long way
+
     def perform(
         self, local: LocalPass, actions: list[Action], back_to: int = -1, deadline: float = 0.0, waits: bool = False
     ) -> list[Any]:
-        """Do all of it. Returns what goes to worker ``back_to`` with the answer to its call: credit (or None), then for
-        each gradient message its head, its length and its gradients. ``waits``: this thread called ``backward``.
+        """Do all of it. Returns what goes to worker ``back_to`` with the answer to its call: a share (or None), then
+        for each gradient message its pair, its share, its length and its gradients. ``waits``: this thread called
+        ``backward``.
         """
         back: list[Any] = [None]
         given_back: Share | None = None
@@ -81,11 +134,13 @@ class Performer:
             if not todo:
                 send = sends.popleft()
                 # With all the credit in it, nothing else is under way anywhere, and no news can come meanwhile.
-                if waits and send.share.credit.is_whole:
-                    todo.extend(self._exchange(local, send, deadline))
+                target, share = send
+                message = self._message(local, target, share, local.take_gradients(target))
+                if waits and share.credit.is_whole:
+                    todo.extend(self._take_answer(local, self._exchange(target.worker, message, deadline)))
                 else:
                     call = _GradientCall(self, local, self._post.rpc_timeout)
-                    self._post.send_own(send.target.worker, PROPAGATE, self._message(local, send), call, system=False)
+                    self._post.send_own(target.worker, PROPAGATE, message, call, system=False)
                 continue
             action = todo.popleft()
             if isinstance(action, Run):
@@ -94,7 +149,7 @@ class Performer:
                 target = action.target
                 if target.worker == back_to:
                     gradients = flat(local.take_gradients(target))
-                    back += (self.head(local, target.pair, action.share), len(gradients), *gradients)
+                    back += (target.pair, pack_share(action.share), len(gradients), *gradients)
                 elif target.worker == self._me:
                     todo.extend(self.come(local, target.pair, local.take_gradients(target), action.share))
                 else:
@@ -109,7 +164,7 @@ class Performer:
             else:
                 self._tell(local, action)
         if given_back is not None:
-            back[0] = self.head(local, 0, given_back)
+            back[0] = pack_share(given_back)
         return back
 
     def _execute(self, local: LocalPass, run: Run) -> list[Action]:
@@ -120,25 +175,21 @@ class Performer:
             else:
                 local.execute(run)
         except BaseException as error:
-            raise self._blamed(run, error) from error
+            raise self._blamed(run.source, error) from error
         with local.lock:
             return local.machine.ran(run)
 
-    def _blamed(self, run: Run, error: BaseException) -> BaseException:
+    def _blamed(self, source: int | None, error: BaseException) -> BaseException:
         """The error to report: the caller of ``backward`` gets its own graph's errors as they are."""
-        is_own = run.source == ROOTS
-        if is_own or not isinstance(error, Exception) or isinstance(error, BackwardError):
+        if source == ROOTS or not isinstance(error, Exception) or isinstance(error, BackwardError):
             return error
         blamed = BackwardError(f"Error on Node {self._me}: {error}")
         for note in getattr(error, "__notes__", ()):
             blamed.add_note(note)
         return blamed
 
-    def come(self, local: LocalPass, pair: int, gradients: list[Gradient], share: Share) -> list[Action]:
-        """The gradients for one of our sends came; none of them, if nothing of it was used."""
-        send = local.context.sends.get(pair)
-        if send is not None and not gradients:
-            gradients = [None] * len(send.next_functions)
+    def come(self, local: LocalPass, pair: int, gradients: Sequence[Gradient], share: Share) -> list[Action]:
+        """The gradients for the roots or one of our sends came; none of them, if nothing of it was used."""
         local.bring(pair, gradients)
         with local.lock:
             try:
@@ -166,29 +217,25 @@ class Performer:
         flags = local.fast, local.keep_graph, local.anomaly
         return pack_head(PassHead(local.context.id, pair, local.id, oldest, *flags, share))
 
-    def _message(self, local: LocalPass, send: Send) -> Encoded:
-        local.partners.add(send.target.worker)
-        gradients = flat(local.take_gradients(send.target))
-        return encode_gradients((self._me, self.head(local, send.target.pair, send.share), *gradients))
+    def _message(self, local: LocalPass, target: Target, share: Share, gradients: Sequence[Gradient]) -> Encoded:
+        local.partners.add(target.worker)
+        return encode_gradients((self._me, self.head(local, target.pair, share), *flat(gradients)))
 
-    def _exchange(self, local: LocalPass, send: Send, deadline: float) -> list[Action]:
+    def _exchange(self, worker: int, message: Encoded, deadline: float) -> Any:
         """Send gradients and wait for what comes back with the answer."""
-        message = self._message(local, send)
-        frame = self._post.call_own(send.target.worker, PROPAGATE, message, seconds_to(deadline), system=False)
-        return self._take_answer(local, frame)
+        return answer_of(self._post.call_own(worker, PROPAGATE, message, seconds_to(deadline), system=False))
 
-    def _take_answer(self, local: LocalPass, frame: Frame) -> list[Action]:
-        back = answer_of(frame)
+    def _take_answer(self, local: LocalPass, back: Sequence[Any]) -> list[Action]:
         actions: list[Action] = []
         at = 1
         while at < len(back):
-            head, count = unpack_head(back[at]), back[at + 1]
-            at += 2
-            actions += self.come(local, head.pair, restored(back[at : at + count]), head.share)
+            pair, share, count = back[at : at + 3]
+            at += 3
+            actions += self.come(local, pair, restored(back[at : at + count]), unpack_share(share))
             at += count
         if back[0] is not None:
             with local.lock:
-                actions += local.machine.returned(unpack_head(back[0]).share)
+                actions += local.machine.returned(unpack_share(back[0]))
         return actions
 
     def answered(self, local: LocalPass, frame: Frame | None, error: Exception | None) -> None:
@@ -197,7 +244,7 @@ class Performer:
             if error is not None:
                 raise error
             assert frame is not None
-            self.perform(local, self._take_answer(local, frame))
+            self.perform(local, self._take_answer(local, answer_of(frame)))
         except Exception as raised:
             self._fail(local, raised)
 

@@ -10,10 +10,10 @@ PASS = "torch::distributed::autograd::backward"
 SEND = "torch::distributed::autograd::SendRpcBackward"
 RECEIVE = "torch::distributed::autograd::RecvRpcBackward"
 
-_is_enabled = torch.autograd._profiler_enabled
+is_recording = torch.autograd._profiler_enabled
 _NOTHING = nullcontext()
 
 
 def recorded(name: str) -> AbstractContextManager[object]:
     """``with recorded(PASS):`` shows the block in the profile that this thread is under, if any."""
-    return torch.autograd.profiler.record_function(name) if _is_enabled() else _NOTHING
+    return torch.autograd.profiler.record_function(name) if is_recording() else _NOTHING

@@ -63,10 +63,7 @@ class GradientSpace:
         context.passes[pass_id] = local
         try:
             with recorded(PASS):
-                local.bring(ROOTS, gradients)
-                with local.lock:
-                    actions = local.machine.start()
-                self._performer.perform(local, actions, deadline=origin.deadline, waits=True)
+                self._performer.start(local, gradients, origin.deadline)
                 self._wait(local, origin)
         except BaseException as error:
             self.failures.abort_everywhere(local)
@@ -120,8 +117,7 @@ class GradientSpace:
         local = self._local(head)
         local.partners.add(sender)
         try:
-            actions = self._performer.come(local, head.pair, restored(gradients), head.share)
-            back = self._performer.perform(local, actions, back_to=sender)
+            back = self._performer.serve(local, head.pair, restored(gradients), head.share, sender)
         except BaseException as error:
             self.failures.stop(local)
             if isinstance(error, BackwardError):
@@ -171,12 +167,12 @@ class GradientSpace:
 
     # The ends of contexts and workers
 
-    def release(self, context_id: int) -> None:
-        """End a context here, and have every worker that this one knows of it end it too."""
+    def release(self, context_id: int, told_by: int = -1) -> None:
+        """End a context here, and have every worker that this one knows of it end it too, but for ``told_by``."""
         context = self.contexts.release(context_id)
         if context is None:
             return
-        for worker in list(context.known):
+        for worker in context.known - {told_by}:
             self._post.clean_up(worker, context_id)
         for local in list(context.passes.values()):
             if local.machine.active:
