@@ -96,6 +96,8 @@ def install() -> None:
         sys.meta_path.insert(0, _AliasFinder())
         _rebind(replaced)
         torch.futures.wait_all = wait_all
+        # By its name: it is a layer above, and is there to change what torch.jit.script does.
+        importlib.import_module("farprop.jit")
         _installed = True
 
 

@@ -257,6 +257,23 @@ class RRef(Generic[T]):
             return f"<{self} here on {self._owner_name}: {holds}>"
         return f"<{self} to a value on {self._owner_name}: {self._record.state.name.lower()}>"
 
+    # In compiled code: see farprop.jit.references
+
+    @property
+    def _box(self) -> torch.futures.Future[Any]:
+        """A future that is done and has this reference."""
+        box: torch.futures.Future[Any] = torch.futures.Future()
+        box.set_result(self)
+        return box
+
+    @_box.setter
+    def _box(self, box: torch.futures.Future[Any]) -> None:
+        """Become the reference that is in the box."""
+        other = box.value()
+        for slot in RRef.__slots__:
+            if slot != "__weakref__":
+                setattr(self, slot, getattr(other, slot))
+
     # Travelling
 
     def _source(self, use: str) -> UserReference | OwnedValue:

@@ -14,6 +14,9 @@ from farprop.runtime.gradients.contexts import Context, current_context
 from farprop.runtime.loop import loop_of_this_thread
 
 
+_wait = torch._C.Future.wait
+
+
 class Future(torch.futures.Future[Any]):
     """A ``torch.futures.Future``.
 
@@ -22,18 +25,7 @@ class Future(torch.futures.Future[Any]):
     """
 
     def wait(self) -> Any:
-        if not self.done():
-            loop = loop_of_this_thread()
-            if loop is not None:
-                with loop.blocked():
-                    return super().wait()
-            if threading.get_ident() == threading.main_thread().ident:
-                # Torch's own wait does not look for signals until it is over; a lock does.
-                bell = threading.Lock()
-                bell.acquire()
-                self.add_done_callback(lambda _: bell.release())
-                bell.acquire()
-        return super().wait()
+        return wait_well(self)
 
     def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
         """As torch's; the callback runs in the autograd context that this thread has now."""
@@ -47,6 +39,22 @@ class Future(torch.futures.Future[Any]):
         assert isinstance(result, Exception), f"{result!r} is not an exception"
         self._set_unwrap_func(_raise_renewed)
         self.set_result(without_frames(result))
+
+
+def wait_well(future: torch.futures.Future[Any]) -> Any:
+    """Wait for one of torch's futures as for one of ours."""
+    if not future.done():
+        loop = loop_of_this_thread()
+        if loop is not None:
+            with loop.blocked():
+                return _wait(future)
+        if threading.get_ident() == threading.main_thread().ident:
+            # Torch's own wait does not look for signals until it is over; a lock does.
+            bell = threading.Lock()
+            bell.acquire()
+            future.add_done_callback(lambda _: bell.release())
+            bell.acquire()
+    return _wait(future)
 
 
 def _run_in(context: Context, callback: Callable[[Any], Any], future: Any) -> Any:

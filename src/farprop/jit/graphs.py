@@ -1,0 +1,145 @@
+"""What is done to the graph of a function once it is compiled.
+
+A future that is filled in Python has a Python object in it. Compiled code that waits for it would take the object for a
+tensor as it is, and an exception for a value. And where it forks or waits it may go on in another thread, without the
+autograd context.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from farprop.errors import UsageError, renewed
+from farprop.jit.calls import Target
+from farprop.jit.contexts import carry_context
+from farprop.jit.python_functions import ANY, NONE, python_function
+from farprop.runtime.futures import wait_well
+
+
+def finish(graph: Any) -> None:
+    """Check the calls in a new graph, give its waits what they need, and carry the context across forks and waits."""
+    for node in list(_nodes(graph)):
+        if node.kind() == "prim::fork":
+            finish(node.g("Subgraph"))
+            _copy(graph, _templates().carry, None).insertBefore(node)
+        elif node.kind() == "aten::wait":
+            _finish_wait(graph, node)
+        elif _target_of(node) is not None:
+            _check_call(node)
+    # The waits for calls are ours now. Whatever else a call's future is used for is not.
+    for node in list(_nodes(graph)):
+        if _target_of(node) is not None and node.output().type().kind() == "FutureType":
+            _finish_future(graph, node)
+
+
+def _nodes(block: Any) -> Iterator[Any]:
+    for node in block.nodes():
+        yield node
+        for inner in node.blocks():
+            yield from _nodes(inner)
+
+
+def _target_of(node: Any) -> Target | None:
+    """What the node calls, if it is a call of ours."""
+    return getattr(node.pyobj(), "target", None) if node.kind() == "prim::PythonOp" else None
+
+
+def _check_call(node: Any) -> None:
+    target, given = _target_of(node), node.inputsAt(1).type()
+    if target is None or given.kind() != "TupleType":
+        return
+    try:
+        target.check_arguments(len(given.elements()))
+    except UsageError as error:
+        raise UsageError(f"{error} A call of {target.schema.name} in compiled code:\n{node.sourceRange()}") from None
+
+
+def _finish_wait(graph: Any, node: Any) -> None:
+    origin, result = node.input().node(), node.output()
+    if _target_of(origin) is not None:
+        # The code stays in its thread, and a worker's thread that waits is replaced.
+        own = _put_after(graph, node, _templates().wait, node.input(), result.type())
+        result.replaceAllUsesWith(own.output())
+        node.destroy()
+        return
+    _copy(graph, _templates().carry, None).insertBefore(node)
+    if origin.kind() != "prim::fork":
+        settled = _put_after(graph, node, _templates().settle, result, result.type())
+        result.replaceAllUsesAfterNodeWith(settled, settled.output())
+        result.setType(ANY)
+
+
+def _finish_future(graph: Any, node: Any) -> None:
+    future = node.output()
+    users = [use.user for use in future.uses() if not _calls(use.user, _templates().wait)]
+    if users:
+        raising = _put_after(graph, node, _templates().make_raise, future, future.type())
+        for user in users:
+            user.replaceInputWith(future, raising.output())
+
+
+def _put_after(graph: Any, node: Any, template: Any, argument: Any, result: Any) -> Any:
+    made = _copy(graph, template, argument)
+    made.insertAfter(node)
+    made.output().setType(result)
+    return made
+
+
+def _copy(graph: Any, template: Any, argument: Any) -> Any:
+    return graph.createClone(template, lambda _: argument)
+
+
+def _calls(node: Any, template: Any) -> bool:
+    return node.kind() == "prim::PythonOp" and node.pyobj() is template.pyobj()
+
+
+# What the nodes that are put into graphs do
+
+
+def _waited(future: Any) -> Any:
+    return _settled(wait_well(future))
+
+
+def _settled(value: Any) -> Any:
+    """Compiled code finds an exception that a future was given in Python as its value."""
+    if isinstance(value, Exception):
+        raise renewed(value)
+    return value
+
+
+def _raising(future: Any) -> Any:
+    """Compiled code passes a call's future on without what makes it raise."""
+    return future.then(lambda done: _settled(done.value()))
+
+
+def _carried() -> None:
+    carry_context()
+
+
+class _Templates(NamedTuple):
+    """Nodes to copy: Python can't make the node of a call into Python."""
+
+    carry: Any
+    wait: Any
+    settle: Any
+    make_raise: Any
+    unit: Any  # keeps them
+
+
+@functools.cache
+def _templates() -> _Templates:
+    unit = torch._C.CompilationUnit()
+    source = "def templates(value: Any):\n  carry()\n  wait(value)\n  settle(value)\n  make_raise(value)\n"
+    names = {
+        "carry": python_function(_carried, "carry_context", NONE),
+        "wait": python_function(_waited, "wait", ANY, value=ANY),
+        "settle": python_function(_settled, "settle", ANY, value=ANY),
+        "make_raise": python_function(_raising, "make_raise", ANY, value=ANY),
+    }
+    unit.define(source, names.get)
+    nodes = unit.find_function("templates").graph.nodes()
+    return _Templates(*(node for node in nodes if node.kind() == "prim::PythonOp"), unit)
