@@ -19,6 +19,7 @@ from torch.jit.frontend import get_default_args_for_class, get_jit_class_def
 
 from farprop.errors import UsageError
 from farprop.ids import WorkerInfo
+from farprop.jit.containers import share
 from farprop.jit.contexts import enter_carried_context
 from farprop.jit.python_functions import ANY, Type, python_function
 from farprop.rpc.rref import RRef
@@ -115,6 +116,16 @@ def _compile(source: type, python_class: type, names: dict[str, Any]) -> Type:
 def _functions(value: Type) -> dict[str, Callable[..., Any]]:
     """What the methods of a reference to a value of this type call."""
     is_module = value.kind() == "InterfaceType"
+    is_tensor = value.kind() == "TensorType"
+    is_container = value.kind() in ("ListType", "DictType")
+
+    def value_of(rref: RRef[Any], timeout: float) -> Any:
+        found = rref.to_here(timeout)
+        if is_container and rref._own is not None:
+            share(rref._own.cell, value)
+            return rref._own.cell.get()
+        # A number becomes a tensor where one is declared, as in the arguments of script functions.
+        return torch.tensor(found) if is_tensor and isinstance(found, int | float) else found
 
     def to_here(box: Any, timeout: Any) -> Any:
         rref = box.value()
@@ -125,7 +136,7 @@ def _functions(value: Type) -> dict[str, Callable[..., Any]]:
             )
         outer = enter_carried_context()
         try:
-            return rref.to_here(timeout)
+            return value_of(rref, timeout)
         finally:
             if outer is not None:
                 current_context.reset(outer)
@@ -137,7 +148,7 @@ def _functions(value: Type) -> dict[str, Callable[..., Any]]:
                 f"Can't call RRef.local_value() on a non-owner RRef: the value of {rref} is on {rref.owner_name()}. "
                 "Call to_here(), or a function there that takes the reference."
             )
-        return rref.local_value()
+        return value_of(rref, 0.0)
 
     def owner(box: Any) -> Any:
         return box.value().owner()

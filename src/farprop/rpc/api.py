@@ -220,7 +220,19 @@ def remote(
     """
     if not callable(func):
         raise TypeError("function should be callable.")
+    if args and isinstance(func, torch.jit.ScriptFunction):
+        _check_script_arguments(func, args)
     return _remote(to, func, tuple(args) if args else (), kwargs or {}, timeout)
+
+
+def _check_script_arguments(func: torch.jit.ScriptFunction[..., Any], args: tuple[Any, ...]) -> None:
+    """Too many arguments of a script function are noticed here, as by torch, and not when the reference is used."""
+    schema = func.schema
+    if len(args) > len(schema.arguments):
+        raise UsageError(
+            f"{schema.name}() expected at most {len(schema.arguments)} argument(s) but received {len(args)} argument(s). "
+            f"Declaration: {schema}"
+        )
 
 
 def _remote(

@@ -54,6 +54,11 @@ class RRef(Generic[T]):
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         agent = current_agent()
+        if type_hint is None and isinstance(value, torch.jit.ScriptModule):
+            raise UsageError(
+                "The RRef being created contains a ScriptModule, must provide its ModuleInterface type hint. Give the "
+                "class that is decorated with @torch.jit.interface: RRef(module, type_hint=Interface)."
+            )
         cell = Cell(site=call_site().encode())
         cell.fill(value)
         self._space = agent.references

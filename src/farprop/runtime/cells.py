@@ -8,6 +8,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from farprop.errors import renewed
 from farprop.runtime.loop import loop_of_this_thread
 
@@ -73,6 +75,12 @@ class Cell:
         for callback in callbacks:
             callback()
 
+    def replace(self, old: Any, new: Any) -> None:
+        """Put another value in the place of one, unless somebody else was faster."""
+        with _lock:
+            if self.value is old:
+                self.value = new
+
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call it once the cell is filled: now, or on the thread that fills it."""
         with _lock:
@@ -115,8 +123,13 @@ class Later:
         self.resume = resume
 
 
-def not_a_future(value: Any) -> RuntimeError:
-    """What is wrong with a function decorated with ``async_execution`` that returned this."""
+def not_a_future(function: Any, value: Any) -> RuntimeError:
+    """What is wrong with a function decorated with ``async_execution`` that returned this, in torch's words."""
+    if isinstance(function._wrapped_async_rpc_function, torch.jit.ScriptFunction):
+        return RuntimeError(
+            f"Async functions must return an IValue of Future type, but got {type(value).__name__}. Return a Future, or "
+            "drop the decorator."
+        )
     return RuntimeError(
         "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
         f"this one returned {type(value).__name__}. Return a Future, or drop the decorator."

@@ -51,7 +51,7 @@ def invoke_on(cell: Cell, method: str, args: Any, kwargs: Any) -> Any:
     result = function(*args, **kwargs)
     if hasattr(function, "_wrapped_async_rpc_function"):
         if not isinstance(result, torch._C.Future):
-            raise not_a_future(result)
+            raise not_a_future(function, result)
         return Later(lambda done: result.add_done_callback(lambda _: done()), result.wait)
     return result
 

@@ -53,7 +53,7 @@ class Session:
         self.events.append(
             FunctionEvent(
                 id=0, name=key, trace_name=key, thread=threading.get_ident() % 10**6, start_us=start, end_us=end,
-                node_id=own_id, is_async=True, is_legacy=True,
+                node_id=own_id, is_async=True, is_legacy=True, stack=[],
             )
         )  # fmt: skip
         for event in remote or ():

@@ -225,8 +225,6 @@ class Server:
                 function, args, kwargs, settings = self._decode(frame)
             if name:
                 function = resolve(name)
-            if frame.arrivals is not None and isinstance(function, torch.jit.ScriptFunction):
-                function = _taking_references(function)
         except FunctionNotFound as error:
             self._fail(reply, error)
             return
@@ -258,7 +256,7 @@ class Server:
             if name:
                 self._remember(name, _now() - started)
         if hasattr(function, "_wrapped_async_rpc_function"):
-            self._answer_later(reply, value)
+            self._answer_later(reply, function, value)
         else:
             self._answer_with(reply, value)
 
@@ -307,10 +305,10 @@ class Server:
         finally:
             current_context.reset(outer)
 
-    def _answer_later(self, reply: Reply, value: Any) -> None:
+    def _answer_later(self, reply: Reply, function: Any, value: Any) -> None:
         """A function decorated with ``async_execution``: its thread is free until its future is done."""
         if not isinstance(value, _Future):
-            self._fail(reply, not_a_future(value))
+            self._fail(reply, not_a_future(function, value))
             return
 
         def done(future: Any) -> None:
@@ -470,13 +468,6 @@ def _too_late(seconds: float) -> RpcTimeoutError:
         f"RPC ran for more than set timeout ({seconds * 1000:.0f} ms): its time was over before it could start, so it "
         "was not run."
     )
-
-
-def _taking_references(function: Any) -> Any:
-    """TorchScript takes references of torch's own RPC alone, so a script function that gets ours runs as the Python
-    function that it was compiled from.
-    """
-    return getattr(function, "_torchdynamo_inline", function)
 
 
 def _show(function: Any, name: bytes) -> str:

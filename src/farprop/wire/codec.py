@@ -98,6 +98,10 @@ class _Reductions:
             return _load_script_module, (_save_script_module(obj),)
         if isinstance(obj, torch._C.ScriptMethod):
             return getattr, (torch.jit._recursive.wrap_cpp_module(obj.owner), obj.name)
+        if isinstance(obj, torch._C.ScriptList):
+            return list, (list(obj),)
+        if isinstance(obj, torch._C.ScriptDict):
+            return dict, (dict(obj.items()),)
         for_call = getattr(type(obj), "_reduce_for_call", None)
         if for_call is not None:
             return for_call(obj, self)

@@ -61,9 +61,10 @@ def resolve(name: bytes) -> Any:
 
 def _find_name(function: Any) -> bytes | None:
     original = function
-    if isinstance(function, torch.jit.ScriptFunction):
-        # The Python function it was compiled from knows where the compiled one is bound.
-        original = getattr(function, "_torchdynamo_inline", None)
+    compiled = getattr(function, "_wrapped_async_rpc_function", function)
+    if isinstance(compiled, torch.jit.ScriptFunction):
+        # The Python function it was compiled from knows where the compiled one, decorated or not, is bound.
+        original = getattr(compiled, "_torchdynamo_inline", None)
     name = getattr(original, "__qualname__", None) or getattr(original, "__name__", None)
     module = getattr(original, "__module__", None)
     if not isinstance(name, str) or "<" in name:
