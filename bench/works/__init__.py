@@ -77,5 +77,5 @@ def work(
 
 
 # The order of these is the order of the table.
-for _family in ("calls", "echo", "tcp", "references", "autograd"):
+for _family in ("calls", "echo", "tcp", "references", "autograd", "script"):
     importlib.import_module(f"{__name__}.{_family}")

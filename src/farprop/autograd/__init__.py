@@ -25,6 +25,7 @@ from farprop.runtime.gradients.contexts import Context as DistAutogradContext
 from farprop.runtime.gradients.contexts import current_context
 from farprop.runtime.gradients.roots import backward_from
 from farprop.runtime.gradients.space import GradientSpace
+from farprop.runtime.uncompiled import uncompiled
 
 __all__ = [
     "DistAutogradContext",
@@ -43,16 +44,19 @@ class context:  # noqa: N801
     Everything that the context holds, here and on other workers, is let go of at its end.
     """
 
+    @uncompiled
     def __enter__(self) -> int:
         self._context = _new_context()
         return self._context._context_id()
 
+    @uncompiled
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         _release_context(self._context._context_id())
 
 
+@uncompiled
 def backward(
     context_id: int,
     roots: Sequence[torch.Tensor],
@@ -94,6 +98,7 @@ class detect_anomaly(torch.autograd.detect_anomaly):  # noqa: N801
     """
 
 
+@uncompiled
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     """The gradients that the context has for leaves of this worker, by leaf."""
     found = _space().contexts.find(context_id)

@@ -28,6 +28,7 @@ from farprop.runtime.current import current_agent
 from farprop.runtime.futures import Future
 from farprop.runtime.gather import AllGatherStates, Gatherings, gather
 from farprop.runtime.profiling import Session
+from farprop.runtime.uncompiled import uncompiled
 from farprop.wire.frames import SYSTEM
 
 __all__ = ["AllGatherStates", "get_worker_info", "remote", "rpc_async", "rpc_sync", "shutdown"]
@@ -121,6 +122,7 @@ def _to_worker_info(to: Any) -> WorkerInfo:
 # Calls
 
 
+@uncompiled
 def rpc_sync(
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
@@ -152,6 +154,7 @@ def rpc_sync(
     return agent.call_sync(to, func, tuple(args) if args else (), kwargs or {}, timeout)
 
 
+@uncompiled
 def rpc_async(
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
@@ -206,6 +209,7 @@ def _with_own_pickler(func: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any
     return internal.run_pickled, pickled, {}
 
 
+@uncompiled
 def remote(
     to: str | int | WorkerInfo,
     func: Callable[..., Any],

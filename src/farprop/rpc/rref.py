@@ -24,6 +24,7 @@ from farprop.runtime.current import current_agent
 from farprop.runtime.futures import Future
 from farprop.runtime.links import timeout_error
 from farprop.runtime.references import Held, ReferenceSpace, describe
+from farprop.runtime.uncompiled import uncompiled
 from farprop.wire.codec import arrival
 
 T = TypeVar("T")
@@ -52,6 +53,7 @@ class RRef(Generic[T]):
     _own: OwnedValue | None
     _held: Held | None
 
+    @uncompiled
     def __init__(self, value: T, type_hint: Any = None) -> None:
         agent = current_agent()
         if type_hint is None and isinstance(value, torch.jit.ScriptModule):
@@ -105,6 +107,7 @@ class RRef(Generic[T]):
 
     # The value
 
+    @uncompiled
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
         """The value itself on its owner, a copy of it elsewhere. Waits until it is there.
 
@@ -158,6 +161,7 @@ class RRef(Generic[T]):
                 raise timeout_error(self._owner_name, seconds)
         return cell.get()  # type: ignore[no-any-return]
 
+    @uncompiled
     def local_value(self) -> T:
         """The value itself, on its owner. Waits until it is there."""
         if self._own is not None:
@@ -182,6 +186,7 @@ class RRef(Generic[T]):
         """``rref.remote().method(...)`` calls a method of the value on its owner, and returns an RRef to its result."""
         return RRefProxy(self, "remote", timeout)
 
+    @uncompiled
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run the backward pass from the value, where it is.
 

@@ -12,6 +12,7 @@ import torch
 from farprop.errors import renewed, without_frames
 from farprop.runtime.gradients.contexts import Context, current_context
 from farprop.runtime.loop import loop_of_this_thread
+from farprop.runtime.uncompiled import uncompiled
 
 
 _wait = torch._C.Future.wait
@@ -24,6 +25,7 @@ class Future(torch.futures.Future[Any]):
     ended with Ctrl-C.
     """
 
+    @uncompiled
     def wait(self) -> Any:
         return wait_well(self)
 
