@@ -139,6 +139,7 @@ def test_the_goals_are_those_of_the_issue() -> None:
         "backward-1": 3,
         "backward-8": 3,
         "backward-alone": 3,
+        "script-add": 3,
     }
 
 

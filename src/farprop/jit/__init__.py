@@ -7,7 +7,8 @@ and run backward passes. ``operator`` makes a call that stays inside a graph of 
 from __future__ import annotations
 
 from farprop.jit.hooks import install
+from farprop.jit.operators import operator
 
-__all__: list[str] = []
+__all__ = ["operator"]
 
 install()

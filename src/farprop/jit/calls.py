@@ -9,7 +9,7 @@ import torch
 
 from farprop.errors import UsageError
 from farprop.jit.contexts import enter_carried_context
-from farprop.jit.python_functions import ANY, Type, python_function
+from farprop.jit.python_functions import ANY, JitType, python_function
 from farprop.jit.references import reference_type
 from farprop.rpc import api
 from farprop.rpc.constants import UNSET_RPC_TIMEOUT
@@ -29,14 +29,14 @@ class Target:
     def __init__(self, function: Any) -> None:
         """``function`` is a script function, one decorated with ``async_execution``, or one that can be compiled."""
         inner = getattr(function, "_wrapped_async_rpc_function", function)
-        compiled = inner if isinstance(inner, torch.jit.ScriptFunction) else torch.jit.script(inner)
-        result = compiled.schema.returns[0].type
+        compiled: Any = inner if isinstance(inner, torch.jit.ScriptFunction) else torch.jit.script(inner)
+        self.schema = compiled.schema
+        result = self.schema.returns[0].type
         if inner is not function and result.kind() == "FutureType":
             result = result.getElementType()
         self.function = function
         self.is_compiled = compiled is inner
-        self.schema = compiled.schema
-        self.result: Type = result
+        self.result: JitType = result
 
     def check(self) -> None:
         """Raise if other workers can't find the function as a compiled one."""
@@ -74,7 +74,7 @@ def referring(target: Target) -> Callable[..., Any]:
     return _caller(target, api.remote, "remote", reference_type(target.result))
 
 
-def _caller(target: Target, call: Callable[..., Any], name: str, result: Type) -> Callable[..., Any]:
+def _caller(target: Target, call: Callable[..., Any], name: str, result: JitType) -> Callable[..., Any]:
     function = target.function
     checked = False
 
@@ -110,6 +110,4 @@ def _start_profiled(to: Any, function: Any, args: Any, kwargs: Any, timeout: Any
     """Profiles tell calls of compiled code from others."""
     session = profiling.session()
     assert session is not None
-    return api._call_profiled(
-        current_agent(), session, RPCExecMode.ASYNC_JIT, to, function, args, kwargs, timeout
-    )
+    return api._call_profiled(current_agent(), session, RPCExecMode.ASYNC_JIT, to, function, args, kwargs, timeout)

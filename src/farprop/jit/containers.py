@@ -1,7 +1,7 @@
 """Lists and dicts that compiled code shares with the value of a reference.
 
-What compiled code gets from Python is a copy, and what it changes there would be lost. So a list or a dict that it takes
-from a reference on the owner becomes a container of TorchScript's, and stays one.
+What compiled code gets from Python is a copy, and what it changes there would be lost. So a list or a dict that it
+takes from a reference on the owner becomes a container of TorchScript's, and stays one.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from farprop.errors import UsageError
-from farprop.jit.python_functions import Type
+from farprop.jit.python_functions import JitType
 from farprop.runtime.cells import Cell
 
 # TorchScript looks at the elements to find the type of a container. An empty one is made with one of these in it.
 _SAMPLES = {"IntType": 0, "FloatType": 0.0, "BoolType": False, "StringType": "", "TensorType": torch.empty(0)}
 
 
-def share(cell: Cell, declared: Type) -> None:
+def share(cell: Cell, declared: JitType) -> None:
     """Make the cell's value, a list or a dict, one that compiled code can change."""
     value = cell.get()
     if type(value) is list:
@@ -27,7 +27,7 @@ def share(cell: Cell, declared: Type) -> None:
         cell.replace(value, _script_dict(value, declared))
 
 
-def _script_list(value: list[Any], declared: Type) -> Any:
+def _script_list(value: list[Any], declared: JitType) -> Any:
     if value:
         return torch._C.ScriptList(value)
     (element,) = declared.containedTypes()
@@ -36,7 +36,7 @@ def _script_list(value: list[Any], declared: Type) -> Any:
     return made
 
 
-def _script_dict(value: dict[Any, Any], declared: Type) -> Any:
+def _script_dict(value: dict[Any, Any], declared: JitType) -> Any:
     if value:
         return torch._C.ScriptDict(value)
     key, element = (_sample(part, declared) for part in declared.containedTypes())
@@ -45,11 +45,11 @@ def _script_dict(value: dict[Any, Any], declared: Type) -> Any:
     return made
 
 
-def _sample(type: Type, container: Type) -> Any:
+def _sample(type: JitType, container: JitType) -> Any:
     try:
         return _SAMPLES[type.kind()]
     except KeyError:
         raise UsageError(
-            f"Compiled code takes an empty {container.annotation_str} from a reference, and TorchScript can't tell from "
-            "it what it is a container of. Put something into it first, or use a container of simpler values."
+            f"Compiled code takes an empty {container.annotation_str} from a reference. TorchScript can't tell what it "
+            "is a container of. Put something into it first, or use a container of simpler values."
         ) from None

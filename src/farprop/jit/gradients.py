@@ -20,9 +20,7 @@ def _backward(context_id: Any, roots: Any, retain_graph: Any, mode: Any, timeout
     autograd.backward(context_id, roots, bool(retain_graph), mode=mode, timeout=timeout)
 
 
-get_gradients = python_function(
-    _get_gradients, "get_gradients", torch._C.DictType(_TENSOR, _TENSOR), context_id=_INT
-)
+get_gradients = python_function(_get_gradients, "get_gradients", torch._C.DictType(_TENSOR, _TENSOR), context_id=_INT)
 dist_backward = python_function(
     _backward,
     "dist_backward",

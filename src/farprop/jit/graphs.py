@@ -123,23 +123,23 @@ def _carried() -> None:
 class _Templates(NamedTuple):
     """Nodes to copy: Python can't make the node of a call into Python."""
 
+    unit: Any  # keeps them
     carry: Any
     wait: Any
     settle: Any
     make_raise: Any
-    unit: Any  # keeps them
 
 
 @functools.cache
 def _templates() -> _Templates:
     unit = torch._C.CompilationUnit()
     source = "def templates(value: Any):\n  carry()\n  wait(value)\n  settle(value)\n  make_raise(value)\n"
-    names = {
+    names: dict[str, Any] = {
         "carry": python_function(_carried, "carry_context", NONE),
         "wait": python_function(_waited, "wait", ANY, value=ANY),
         "settle": python_function(_settled, "settle", ANY, value=ANY),
         "make_raise": python_function(_raising, "make_raise", ANY, value=ANY),
     }
-    unit.define(source, names.get)
+    unit.define(source, names.get)  # type: ignore[arg-type]
     nodes = unit.find_function("templates").graph.nodes()
-    return _Templates(*(node for node in nodes if node.kind() == "prim::PythonOp"), unit)
+    return _Templates(unit, *(node for node in nodes if node.kind() == "prim::PythonOp"))

@@ -12,10 +12,10 @@ from typing import Any, get_args, get_origin
 
 import torch
 from torch import _jit_internal
-from torch.jit import _recursive, _script, _state, annotations, frontend
+from torch.jit import _recursive, _script, _state, frontend
+from torch.jit import annotations as types
 
 from farprop.jit.graphs import finish
-from farprop.jit.python_functions import Type
 from farprop.jit.references import reference_type, type_of_references
 from farprop.jit.rewriting import rewrite, stand_ins
 from farprop.rpc.rref import RRef
@@ -28,7 +28,7 @@ def install() -> None:
     for owner, name, hook in (
         (frontend, "parse_def", _parse_def),
         (_jit_internal, "createResolutionCallbackFromEnv", _look_up_names),
-        (annotations, "try_ann_to_type", _type_of_annotation),
+        (types, "try_ann_to_type", _type_of_annotation),
         (torch._C, "_jit_try_infer_type", _type_of_attribute),
         (_script, "_set_jit_function_cache", _finish_function),
         (_state, "_add_script_class", _finish_class),
@@ -53,10 +53,10 @@ def _look_up_names(theirs: _Theirs, environment: Any) -> Callable[[str], Any]:
 
 
 def _type_of_annotation(theirs: _Theirs, annotation: Any, location: Any, names: Any = None) -> Any:
-    if isinstance(annotation, Type):
+    if isinstance(annotation, torch._C.Type):
         return annotation  # of a Python function of ours
     if get_origin(annotation) is RRef:
-        return reference_type(annotations.ann_to_type(get_args(annotation)[0], location, names))
+        return reference_type(types.ann_to_type(get_args(annotation)[0], location, names))
     return theirs(annotation, location, names)
 
 

@@ -49,7 +49,7 @@ class _Rewriter(ast.NodeTransformer):
     def __init__(self, names: Mapping[str, Any]) -> None:
         self._names = names
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802
+    def visit_Call(self, node: ast.Call) -> ast.AST:
         function = self._found(node.func)
         started = node.func.value if isinstance(node.func, ast.Attribute) and node.func.attr == "wait" else None
         if isinstance(started, ast.Call) and self._found(started.func) is api.rpc_async:
@@ -78,7 +78,7 @@ class _Rewriter(ast.NodeTransformer):
         found = self._found(expression)
         if not isinstance(found, torch.jit.ScriptFunction | FunctionType):
             raise UsageError(
-                f"Compiled code calls {ast.unparse(expression)} on another worker, and that is not the name of a script "
+                f"Compiled code calls {ast.unparse(expression)} on another worker, which is not the name of a script "
                 "function. Write a function, decorate it with @torch.jit.script, and call it by its name."
             )
         return Target(found)

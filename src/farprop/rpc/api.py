@@ -229,13 +229,13 @@ def remote(
     return _remote(to, func, tuple(args) if args else (), kwargs or {}, timeout)
 
 
-def _check_script_arguments(func: torch.jit.ScriptFunction[..., Any], args: tuple[Any, ...]) -> None:
+def _check_script_arguments(func: Any, args: tuple[Any, ...]) -> None:
     """Too many arguments of a script function are noticed here, as by torch, and not when the reference is used."""
     schema = func.schema
     if len(args) > len(schema.arguments):
         raise UsageError(
-            f"{schema.name}() expected at most {len(schema.arguments)} argument(s) but received {len(args)} argument(s). "
-            f"Declaration: {schema}"
+            f"{schema.name}() expected at most {len(schema.arguments)} argument(s) but received {len(args)} "
+            f"argument(s). Declaration: {schema}"
         )
 
 

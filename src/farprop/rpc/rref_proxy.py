@@ -12,6 +12,7 @@ import torch
 from farprop.errors import ConnectionLostError, ReferenceLostError
 from farprop.runtime import owner_calls
 from farprop.runtime.cells import Later
+from farprop.runtime.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from farprop.rpc.rref import RRef
@@ -61,6 +62,7 @@ def invoke_here(rref: RRef[Any], method: str, args: tuple[Any, ...], kwargs: dic
     return invoke() if cell.done else Later(cell.when_done, invoke)
 
 
+@uncompiled
 def _sync(rref: RRef[Any], timeout: float, method: str, *args: Any, **kwargs: Any) -> Any:
     from farprop.rpc import api
 
@@ -76,6 +78,7 @@ def _sync(rref: RRef[Any], timeout: float, method: str, *args: Any, **kwargs: An
         raise
 
 
+@uncompiled
 def _async(rref: RRef[Any], timeout: float, method: str, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
     from farprop.rpc import api
 
@@ -89,6 +92,7 @@ def let_go(_rref: RRef[Any], _future: torch.futures.Future[Any]) -> None:
     """What a future calls that has kept this reference until it was done."""
 
 
+@uncompiled
 def _remote(rref: RRef[Any], timeout: float, method: str, *args: Any, **kwargs: Any) -> RRef[Any]:
     from farprop.rpc import api
 

@@ -127,8 +127,8 @@ def not_a_future(function: Any, value: Any) -> RuntimeError:
     """What is wrong with a function decorated with ``async_execution`` that returned this, in torch's words."""
     if isinstance(function._wrapped_async_rpc_function, torch.jit.ScriptFunction):
         return RuntimeError(
-            f"Async functions must return an IValue of Future type, but got {type(value).__name__}. Return a Future, or "
-            "drop the decorator."
+            f"Async functions must return an IValue of Future type, but got {type(value).__name__}. Return a Future, "
+            "or drop the decorator."
         )
     return RuntimeError(
         "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "

@@ -14,7 +14,6 @@ from farprop.runtime.gradients.contexts import Context, current_context
 from farprop.runtime.loop import loop_of_this_thread
 from farprop.runtime.uncompiled import uncompiled
 
-
 _wait = torch._C.Future.wait
 
 

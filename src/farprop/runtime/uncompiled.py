@@ -1,7 +1,7 @@
 """Functions that ``torch.compile`` leaves alone.
 
-A compiled function that calls one of them is cut in two there, and nothing of farprop's is traced or compiled. Torch has
-decorators for this, but they import its compiler, which takes seconds, and cost time at each call.
+A compiled function that calls one of them is cut in two there, and nothing of farprop's is traced or compiled. Torch
+has decorators for this, but they import its compiler, which takes seconds, and cost time at each call.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ _SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 def uncompiled(function: _F) -> _F:
     """Have ``torch.compile`` run the function, and all that it calls, as it is."""
-    code: Any = function.__code__  # type: ignore[attr-defined]
-    set_code_exec_strategy(code, _SKIP)
+    set_code_exec_strategy(function.__code__, _SKIP)
     # The tracer asks for these when it meets a call of the function.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = _WHY  # type: ignore[attr-defined]

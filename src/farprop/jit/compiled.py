@@ -1,0 +1,49 @@
+# mypy: ignore-errors
+# ruff: noqa: F821
+"""Classes that TorchScript compiles; Python never makes objects of them.
+
+The functions that they call are not here: there is another set of them for each type of value that references have.
+"""
+
+from typing import Any
+
+from torch.futures import Future
+
+
+class Owner:
+    """A ``WorkerInfo``."""
+
+    def __init__(self, name: str, id: int):
+        self.name = name
+        self.id = id
+
+
+class Reference:
+    """An ``RRef``, which is in the box."""
+
+    def __init__(self, box: Future[Any]):
+        self._box = box
+
+    def to_here(self, timeout: float = -1.0):
+        return to_here(self._box, timeout)
+
+    def local_value(self):
+        return local_value(self._box)
+
+    def is_owner(self):
+        return is_owner(self._box)
+
+    def owner(self):
+        return owner(self._box)
+
+    def owner_name(self):
+        return owner_name(self._box)
+
+    def confirmed_by_owner(self):
+        return confirmed_by_owner(self._box)
+
+    def __getstate__(self):
+        return refuse_to_save(self._box)
+
+    def __setstate__(self, state: Future[Any]):
+        self._box = state
