@@ -31,7 +31,7 @@ def install() -> None:
         (types, "try_ann_to_type", _type_of_annotation),
         (torch._C, "_jit_try_infer_type", _type_of_attribute),
         (_script, "_set_jit_function_cache", _finish_function),
-        (_state, "_add_script_class", _finish_class),
+        (_recursive, "_add_script_class", _finish_class),
         (_recursive, "create_methods_and_properties_from_stubs", _finish_methods),
     ):
         theirs = getattr(owner, name)
