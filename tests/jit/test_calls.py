@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any, Dict, List, Tuple
 
 import pytest
@@ -70,7 +71,8 @@ def _types() -> None:
         future = rpc.rpc_async(to, f.lists, (3,))
         full = future.wait()
         rpc.rpc_sync(to, f.nothing)
-        assert empty is not None and full is not None
+        assert empty is not None
+        assert full is not None
         empty["new"] = [torch.ones(1)]
         return absent is None, len(empty), full["2"][0].numel()
 
@@ -156,6 +158,19 @@ def _own_names() -> None:
         return future.wait() + 1
 
     assert no_calls(torch.ones(())).item() == 3.0
+
+    module = torch.jit.script(_Forking())
+    assert module(torch.ones(())).item() == 6.0
+    torch.jit.save(module, io.BytesIO())
+
+
+class _Forking(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        many = [torch.jit.fork(_doubled, x) for _ in range(3)]
+        found = torch.zeros_like(x)
+        for one in many:
+            found = found + torch.jit.wait(one)
+        return found
 
 
 def _doubled(x: Tensor) -> Tensor:

@@ -21,15 +21,43 @@ from farprop.runtime.futures import wait_well
 
 
 def finish(graph: Any) -> None:
-    """Check the calls in a new graph, give its waits what they need, and carry the context across forks and waits."""
+    """Check the calls in a new graph, give its waits what they need, and carry the context across forks and waits.
+
+    A function that calls into Python can't be saved. So one that has nothing to do with farprop is left as it is,
+    except where it waits for a future that it got from Python: that can be one of ours.
+    """
+    nodes = list(_nodes(graph))
+    calls = [node for node in nodes if _target_of(node) is not None]
+    for node in calls:
+        _check_call(node)
+    moving = [node for node in nodes if node.kind() in ("prim::fork", "aten::wait")]
+    if calls or (moving and _is_concerned(graph)):
+        _finish_all(graph)
+        return
+    for node in moving:
+        if node.kind() == "aten::wait" and node.input().node().kind() in ("prim::Param", "prim::PythonOp"):
+            _settle_wait(graph, node)
+
+
+def _is_concerned(graph: Any) -> bool:
+    """Whether the function, or one that it calls or forks, calls farprop."""
+    whole = graph.copy()
+    torch._C._jit_pass_inline(whole)
+    for node in _nodes(whole):
+        if node.kind() == "prim::PythonOp" and getattr(node.pyobj(), "is_farprops", False):
+            return True
+        if node.kind() == "prim::fork" and _is_concerned(node.g("Subgraph")):
+            return True
+    return False
+
+
+def _finish_all(graph: Any) -> None:
     for node in list(_nodes(graph)):
         if node.kind() == "prim::fork":
-            finish(node.g("Subgraph"))
+            _finish_all(node.g("Subgraph"))
             _copy(graph, _templates().carry, None).insertBefore(node)
         elif node.kind() == "aten::wait":
             _finish_wait(graph, node)
-        elif _target_of(node) is not None:
-            _check_call(node)
     # The waits for calls are ours now. Whatever else a call's future is used for is not.
     for node in list(_nodes(graph)):
         if _target_of(node) is not None and node.output().type().kind() == "FutureType":
@@ -68,9 +96,14 @@ def _finish_wait(graph: Any, node: Any) -> None:
         return
     _copy(graph, _templates().carry, None).insertBefore(node)
     if origin.kind() != "prim::fork":
-        settled = _put_after(graph, node, _templates().settle, result, result.type())
-        result.replaceAllUsesAfterNodeWith(settled, settled.output())
-        result.setType(ANY)
+        _settle_wait(graph, node)
+
+
+def _settle_wait(graph: Any, node: Any) -> None:
+    result = node.output()
+    settled = _put_after(graph, node, _templates().settle, result, result.type())
+    result.replaceAllUsesAfterNodeWith(settled, settled.output())
+    result.setType(ANY)
 
 
 def _finish_future(graph: Any, node: Any) -> None:

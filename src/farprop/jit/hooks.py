@@ -15,6 +15,7 @@ from torch import _jit_internal
 from torch.jit import _recursive, _script, _state, frontend
 from torch.jit import annotations as types
 
+from farprop.errors import UsageError
 from farprop.jit.graphs import finish
 from farprop.jit.references import reference_type, type_of_references
 from farprop.jit.rewriting import rewrite, stand_ins
@@ -34,7 +35,12 @@ def install() -> None:
         (_recursive, "_add_script_class", _finish_class),
         (_recursive, "create_methods_and_properties_from_stubs", _finish_methods),
     ):
-        theirs = getattr(owner, name)
+        theirs = getattr(owner, name, None)
+        if theirs is None:
+            raise UsageError(
+                f"farprop.jit needs {owner.__name__}.{name}, which torch {torch.__version__} does not have. Use a "
+                "torch that farprop is tested with: see the README."
+            )
         setattr(owner, name, functools.wraps(theirs)(functools.partial(hook, theirs)))
 
 

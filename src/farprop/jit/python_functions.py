@@ -25,4 +25,5 @@ def python_function(function: Any, name: str, result: JitType, **parameters: Jit
         [inspect.Parameter(parameter, position, annotation=kind) for parameter, kind in parameters.items()],
         return_annotation=result,
     )
+    function.is_farprops = True
     return ignore(function)  # type: ignore[no-any-return]
