@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
@@ -29,6 +30,7 @@ _CALLS: dict[Any, Callable[[Target], Callable[..., Any]]] = {
 _OTHERS: dict[Any, Callable[..., Any]] = {autograd.get_gradients: get_gradients, autograd.backward: dist_backward}
 
 stand_ins: dict[str, Callable[..., Any]] = {}
+_numbers = itertools.count()
 
 
 def rewrite(tree: ast.Module, names: Mapping[str, Any]) -> None:
@@ -97,7 +99,7 @@ def _arguments(call: ast.Call, function: Callable[..., Any]) -> dict[str, ast.ex
 
 
 def _replaced(call: ast.Call, stand_in: Callable[..., Any], given: dict[str, ast.expr]) -> ast.Call:
-    name = f"__farprop_{stand_in.__name__}_{len(stand_ins)}"
+    name = f"__farprop_{stand_in.__name__}_{next(_numbers)}"
     stand_ins[name] = stand_in
     made = ast.Call(ast.Name(name, ast.Load()), list(given.values()), [])
     return ast.fix_missing_locations(ast.copy_location(made, call))
