@@ -14,7 +14,7 @@ import farprop.rpc as rpc
 from farprop.rpc import RRef
 from tests.jit import functions as f
 from tests.references.looking import wait_until
-from tests.support.workers import Cluster
+from tests.support.workers import Cluster, cluster
 
 
 def _made_and_passed() -> None:
@@ -58,10 +58,10 @@ def _owned() -> int:
     return len([one for one in rpc.live_references() if one.role == "owner"])
 
 
-def test_compiled_code_lets_go_of_references(workers: Cluster) -> None:
-    before = workers.run(1, _owned)
-    workers.run(0, _let_go)
-    wait_until(lambda: workers.run(1, _owned) == before)
+def test_compiled_code_lets_go_of_references() -> None:
+    with cluster(2) as job:  # of its own: what other tests made may be let go of later
+        job.run(0, _let_go)
+        wait_until(lambda: job.run(1, _owned) == 0)
 
 
 def _owner() -> None:
