@@ -17,7 +17,7 @@ from farprop.protocol.passes import ROOTS, PassId, Target
 from farprop.runtime.gradients import anomaly
 from farprop.runtime.gradients.graph import Edge, Plan, Reach, check_context, reach_from
 from farprop.runtime.gradients.hooks import hooks_of
-from farprop.runtime.gradients.nodes import LEAF_TYPE, SendRpcBackward, make_receive
+from farprop.runtime.gradients.nodes import LEAF_TYPE, SendRpcBackward, is_recorded, make_receive
 from farprop.wire.codec import Encoded, decode_collecting
 from farprop.wire.frames import CONTEXT
 
@@ -125,7 +125,7 @@ class Context:
     def look_at_leaves(self) -> None:
         """While a call is under way: find what a backward pass will ask for, if leaves were sent."""
         send, self._newest = self._newest, None
-        if send is not None:
+        if send is not None and is_recorded():
             for node, _ in send.next_functions:
                 if type(node) is LEAF_TYPE:
                     hooks_of(node)

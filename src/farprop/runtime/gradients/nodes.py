@@ -14,6 +14,8 @@ import torch
 from farprop.errors import UsageError
 from farprop.protocol.passes import Target
 
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 # Makes torch give outputs a grad_fn. It gets no gradient.
 _token = torch.empty(0, requires_grad=True)
 
@@ -47,11 +49,16 @@ class SendRpcBackward:
         return f"<SendRpcBackward of {len(self.next_functions)} tensors>"
 
 
+def is_recorded() -> bool:
+    """Whether torch notes what operators do: not inside of a custom operator, however grad mode is set."""
+    return not _is_excluded(_AUTOGRAD)
+
+
 def _end_of(tensor: torch.Tensor) -> Any:
     """The tensor's edge; the tensor itself if it is a leaf."""
     # Asking a view for its node takes a lock of torch's with the interpreter's in hand. Another thread that uses the
     # view may have the first and wait for the other. Operators give the interpreter's lock away, and get there too.
-    if tensor._is_view():
+    if tensor._is_view() and is_recorded():
         return _edge_of(tensor)
     node = tensor.grad_fn
     return tensor if node is None else (node, tensor.output_nr)
