@@ -52,6 +52,18 @@ class BackwardError(FarpropError):
     """A backward function or a hook raised during a distributed backward pass. The text says where and what."""
 
 
+class CollectiveError(FarpropError):
+    """A collective of a process group failed. The text says on which rank, and why."""
+
+
+class CollectiveTimeoutError(CollectiveError, TimeoutError):
+    """A collective was not done in time: a rank has not called it, or is slow or gone."""
+
+
+class ReductionError(FarpropError):
+    """DistributedDataParallel can't go on: gradients were not all reduced. The text names the parameters."""
+
+
 class ProtocolError(FarpropError):
     """A peer sent bytes that break farprop's protocol. Only its connection is closed."""
 

@@ -1,0 +1,25 @@
+"""Process groups written in Python.
+
+::
+
+    from farprop.distributed import ProcessGroup, Work
+
+    class MyGroup(ProcessGroup):
+        def send(self, tensors, dst, tag): ...
+        def recv(self, tensors, src, tag): ...
+"""
+
+from farprop.distributed.counting import CountingProcessGroup
+from farprop.distributed.faulty import FaultyProcessGroup
+from farprop.distributed.group import ProcessGroup
+from farprop.distributed.lonely import LonelyProcessGroup
+from farprop.distributed.work import Work, work_from_future
+
+__all__ = [
+    "CountingProcessGroup",
+    "FaultyProcessGroup",
+    "LonelyProcessGroup",
+    "ProcessGroup",
+    "Work",
+    "work_from_future",
+]

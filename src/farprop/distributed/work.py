@@ -1,0 +1,110 @@
+"""The work of a collective: a handle to wait on."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from farprop.errors import CollectiveTimeoutError
+
+__all__ = ["Work", "completed", "work_from_future"]
+
+NO_TIMEOUT = timedelta(0)
+
+
+class Work(dist.Work):
+    """A collective that is under way, or done. Whoever runs it calls :meth:`complete` or :meth:`fail`.
+
+    It stays alive as long as it is not done and somebody has its future, or waits on it; nobody has to keep it.
+
+    Args:
+        future: a future whose end is that of the collective; without one, this makes one.
+    """
+
+    def __init__(self, future: Future[Any] | None = None) -> None:
+        super().__init__()
+        self._future: Future[Any] = Future() if future is None else future
+        self._is_kept = False
+
+    def complete(self, outputs: Sequence[torch.Tensor]) -> None:
+        """The collective is done; ``outputs`` are the tensors that it wrote."""
+        self._future.set_result(list(outputs))
+
+    def fail(self, error: Exception) -> None:
+        """The collective has failed: whoever waits gets this error."""
+        with warnings.catch_warnings():
+            # Torch's future warns of error types that TorchScript does not know.
+            warnings.simplefilter("ignore")
+            self._future.set_exception(error)
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Wait until the collective is done, and raise its error if it failed.
+
+        ``CollectiveTimeoutError`` after ``timeout``, if that is more than nothing. The collective goes on then.
+        """
+        seconds = timeout.total_seconds()
+        if seconds > 0 and not self._future.done():
+            ended = threading.Event()
+            self._future.add_done_callback(lambda _: ended.set())
+            if not ended.wait(seconds):
+                raise CollectiveTimeoutError(
+                    f"A collective was not done after {seconds:g} s. A rank has not called it, or is slow or gone."
+                )
+        self._future.wait()
+        return True
+
+    def get_future(self) -> Future[Any]:
+        """The future of the list of tensors that the collective writes."""
+        if not self._is_kept and not self._future.done():
+            self._is_kept = True
+            # The callback has this object, and the future has the callback until it is done.
+            self._future.add_done_callback(lambda _: self._let_go())
+        return self._future
+
+    def _let_go(self) -> None:
+        self._is_kept = False
+
+    def is_completed(self) -> bool:
+        """Whether the collective has ended, well or not."""
+        return self._future.done()
+
+    def is_success(self) -> bool:
+        """Whether the collective has ended well."""
+        return self._future.done() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """The error of the collective, if it has failed."""
+        if not self._future.done():
+            return None
+        try:
+            self._future.value()
+        except Exception as error:
+            return error
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that the collective wrote, once it is done."""
+        return list(self._future.value())
+
+    def synchronize(self) -> None:
+        """Torch's name for a wait that may leave the work to a device's stream."""
+        self.wait()
+
+
+def work_from_future(future: Future[Any]) -> Work:
+    """The work of a collective that ends when ``future`` does. Its value should be the list of the tensors written."""
+    return Work(future)
+
+
+def completed(outputs: Sequence[torch.Tensor]) -> Work:
+    """The work of a collective that is done."""
+    work = Work()
+    work.complete(outputs)
+    return work
