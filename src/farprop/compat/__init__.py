@@ -1,9 +1,9 @@
 """Run code written for ``torch.distributed.rpc`` on farprop, without touching it.
 
 ``farprop.compat.install()`` at the top of a script, or ``python -m farprop.compat script.py``, makes
-``torch.distributed.rpc``, ``torch.distributed.autograd``, ``torch.distributed.nn.RemoteModule`` and
-``torch.distributed.optim.DistributedOptimizer`` stand for farprop's in this process. What your own modules took from
-torch before ``install()`` stays torch's, so call it first.
+``torch.distributed.rpc``, ``torch.distributed.autograd``, ``torch.distributed.nn.RemoteModule``,
+``torch.distributed.optim.DistributedOptimizer`` and ``torch.nn.parallel.DistributedDataParallel`` stand for farprop's in
+this process. What your own modules took from torch before ``install()`` stays torch's, so call it first.
 """
 
 import importlib
@@ -78,7 +78,7 @@ class _AliasFinder(importlib.abc.MetaPathFinder):
 def install() -> None:
     """Make ``torch.distributed.rpc``, ``autograd``, ``nn.RemoteModule`` and ``optim.DistributedOptimizer`` farprop's.
 
-    Also puts farprop's ``wait_all`` in the place of ``torch.futures.wait_all``. A second call does nothing.
+    So is ``torch.nn.parallel.DistributedDataParallel``, and ``torch.futures.wait_all``. A second call does nothing.
     """
     global _installed
     with _lock:
@@ -98,6 +98,7 @@ def install() -> None:
         torch.futures.wait_all = wait_all
         # By its name: it is a layer above, and is there to change what torch.jit.script does.
         importlib.import_module("farprop.jit")
+        _replace_class(torch.nn.parallel.DistributedDataParallel, "farprop.nn.parallel")
         _installed = True
 
 
@@ -119,6 +120,14 @@ def _replace(theirs: str, ours: types.ModuleType) -> dict[str, types.ModuleType]
     parent, _, name = theirs.rpartition(".")
     setattr(sys.modules[parent], name, ours)
     return replaced
+
+
+def _replace_class(theirs: type, module: str) -> None:
+    """Put our class of that name where torch's modules have theirs; the module that theirs is from has other things."""
+    ours = getattr(importlib.import_module(module), theirs.__name__)
+    for name, found in list(sys.modules.items()):
+        if _within(name, "torch") and getattr(found, "__dict__", {}).get(theirs.__name__) is theirs:
+            setattr(found, theirs.__name__, ours)
 
 
 def _rebind(replaced: dict[str, types.ModuleType]) -> None:

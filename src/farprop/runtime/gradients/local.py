@@ -18,6 +18,7 @@ from farprop.runtime.gradients.leaves import add, first_gradient, tell_hooks, th
 from farprop.runtime.gradients.nodes import LEAF_TYPE
 from farprop.runtime.gradients.payload import moved
 from farprop.runtime.gradients.records import RECEIVE, is_recording, recorded
+from farprop.runtime.gradients.running import running_pass
 
 Going = dict[Target, list[Gradient]]
 
@@ -70,7 +71,11 @@ class LocalPass:
             if gradient is not None and edge[0] is not None:
                 put(edge, gradient, roots)
         going: Going = {}
-        self._distribute(run_graph(roots, self._plan.sources[source], self.keep_graph), going)
+        outer = running_pass.set(self)
+        try:
+            self._distribute(run_graph(roots, self._plan.sources[source], self.keep_graph), going)
+        finally:
+            running_pass.reset(outer)
         return going
 
     def keep(self, going: Going) -> None:
@@ -79,6 +84,13 @@ class LocalPass:
 
     def execute(self, run: Run) -> None:
         """Run what the machine wants run."""
+        outer = running_pass.set(self)
+        try:
+            self._watch_and_execute(run)
+        finally:
+            running_pass.reset(outer)
+
+    def _watch_and_execute(self, run: Run) -> None:
         if not self.anomaly:
             self._execute(run)
             return
@@ -138,6 +150,13 @@ class LocalPass:
             self._before.setdefault(leaf, old)
             context.gradients[leaf] = first_gradient(leaf, hooked, is_alone) if old is None else add(old, hooked)
         tell_hooks(node, hooked)
+
+    def replace(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Another gradient in the place of the one that the pass has found."""
+        with self.context.lock:
+            if not self.machine.failed:
+                self._before.setdefault(leaf, self.context.gradients.get(leaf))
+                self.context.gradients[leaf] = gradient
 
     def undo(self) -> None:
         """After a failure: the context's gradients are as they were before the pass."""

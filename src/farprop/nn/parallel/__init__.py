@@ -1,0 +1,11 @@
+"""Data-parallel training on any process group: a drop-in for ``torch.nn.parallel.DistributedDataParallel``.
+
+::
+
+    from farprop.nn.parallel import DistributedDataParallel
+    model = DistributedDataParallel(model)
+"""
+
+from farprop.nn.parallel.distributed import DistributedDataParallel
+
+__all__ = ["DistributedDataParallel"]

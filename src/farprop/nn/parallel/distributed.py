@@ -1,0 +1,270 @@
+"""``DistributedDataParallel``: a module that is trained on many ranks at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.utils._pytree import tree_map_only
+
+from farprop.errors import UsageError
+from farprop.nn.parallel.graph import tensors_in
+from farprop.nn.parallel.hooks import CommHook
+from farprop.nn.parallel.join import Accompanying
+from farprop.nn.parallel.reducer import Reducer
+from farprop.nn.parallel.states import check_same, spread
+
+__all__ = ["DistributedDataParallel"]
+
+_MIB = 1024 * 1024
+
+
+class DistributedDataParallel(nn.Module, Joinable):
+    """Trains a module on all ranks of a group: gradients are averaged while the backward pass runs.
+
+    Inside of a distributed autograd context, the averages are in the context; else they are in ``.grad``.
+
+    Args:
+        module: the same on every rank.
+        device_ids: the one device of the module, to which inputs are moved; None on the CPU.
+        output_device: accepted as torch does; outputs stay where the module puts them.
+        dim: accepted as torch does.
+        broadcast_buffers: give all ranks the buffers of rank 0 before each forward pass.
+        init_sync: check that ranks have the same parameters, and give all those of rank 0. Without it that is up to
+            you.
+        process_group: any group; unset, the default group of ``torch.distributed``.
+        bucket_cap_mb: about how many MiB of gradients travel together; unset 25, and 1 for the first, so that it
+            leaves early.
+        find_unused_parameters: some parameters may not take part in the loss. It costs a walk of the graph and a small
+            collective in each iteration.
+        check_reduction: accepted as torch does.
+        gradient_as_bucket_view: ``.grad`` is memory of a bucket, which saves memory and copies.
+        static_graph: every iteration is like the first, which finds out about unused parameters and those whose
+            gradients come several times (checkpoints).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: list[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+    ) -> None:
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        found = [(name, leaf) for name, leaf in module.named_parameters() if leaf.requires_grad]
+        self.device = _checked_device(module, found, device_ids)
+        self.module = module
+        self.device_ids = device_ids or None
+        group = dist.group.WORLD if process_group is None else process_group
+        if group is None:
+            raise UsageError("There is no process group. Call torch.distributed.init_process_group first, or give one.")
+        self.process_group: dist.ProcessGroup = group
+        self.broadcast_buffers = broadcast_buffers
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self._divides_by_all = True
+        parameters = [leaf for _, leaf in found]
+        if init_sync:
+            check_same(self.process_group, parameters)
+            self._broadcast_states(0)
+        sparse = _sparse_weights(module)
+        limit = int((25 if bucket_cap_mb is None else bucket_cap_mb) * _MIB)
+        self._reducer = Reducer(
+            parameters,
+            [name for name, _ in found],
+            [leaf in sparse for leaf in parameters],
+            self.process_group,
+            limits=(_MIB if bucket_cap_mb is None else limit, limit),
+            as_views=gradient_as_bucket_view,
+            find_unused=find_unused_parameters,
+            is_static=static_graph,
+        )
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """What the module computes. Its backward pass averages the gradients, unless under :meth:`no_sync`."""
+        has_backward = torch.is_grad_enabled()
+        reduces = has_backward and self.require_backward_grad_sync
+        if reduces:
+            self._reducer.check_finished()
+        divisor = self._ranks_at_work()
+        if has_backward:
+            self._reducer.rebuild_if_due()
+        if self._syncs_buffers():
+            self._broadcast_buffers(True)
+        if self._join_config.enable:
+            self._anybody_reduces(reduces)
+        if self.device_ids:
+            inputs, kwargs = tree_map_only(
+                torch.Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), (inputs, kwargs)
+            )
+        output = self.module(*inputs, **kwargs)
+        if reduces:
+            self._reducer.expect(tensors_in(output), divisor)
+        self.require_forward_param_sync = reduces
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forward passes under it have backward passes that only add to the gradients of this rank.
+
+        The next iteration outside of it averages the sums.
+        """
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Have buckets reduced by ``hook(state, bucket)``, which returns a future of the reduced buffer.
+
+        The bucket is like torch's ``GradBucket``, and torch's own hooks work. Gradients are not divided before. It can
+        be done once, before the first backward pass.
+        """
+        if not callable(hook):
+            raise TypeError(f"Communication hook must be callable, but is a {type(hook).__name__}.")
+        self._reducer.set_hook(state, hook)
+
+    # Uneven inputs
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """``with ddp.join():`` around a loop whose length differs from rank to rank.
+
+        Args:
+            divide_by_initial_world_size: divide sums of gradients by all ranks; else by those that still have inputs.
+            enable: False switches all of it off.
+            throw_on_early_termination: have every rank raise when the first runs out of inputs.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For ``torch.distributed.algorithms.Join``."""
+        self._divides_by_all = kwargs.get("divide_by_initial_world_size", True)
+        return Accompanying(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.process_group
+
+    def _ranks_at_work(self) -> int:
+        """What sums of gradients are divided by. Inside of a join, ranks that have ended are told of this one."""
+        work = Join.notify_join_context(self)
+        if work is None or self._divides_by_all:
+            return self.process_group.size()
+        return int(work.get_future().wait()[0].item())
+
+    def _accompany(self) -> None:
+        self._reducer.rebuild_if_due()
+        if self._syncs_buffers():
+            self._broadcast_buffers(False)
+        reduces = self._anybody_reduces(False)
+        self.require_forward_param_sync = reduces
+        if reduces:
+            self._reducer.accompany()
+
+    def _take_over(self, is_last: bool) -> None:
+        """All ranks are done: they get the module of one that was so last."""
+        self._broadcast_states(self._highest_rank(is_last))
+
+    def _anybody_reduces(self, here: bool) -> bool:
+        flag = torch.tensor([float(here)], device=self.device)
+        dist.all_reduce(flag, group=self.process_group)
+        return bool(flag.item())
+
+    def _highest_rank(self, is_candidate: bool) -> int:
+        rank = torch.tensor([self.process_group.rank() if is_candidate else -1], device=self.device)
+        dist.all_reduce(rank, dist.ReduceOp.MAX, group=self.process_group)
+        return int(rank.item())
+
+    # States
+
+    def _syncs_buffers(self) -> bool:
+        return (
+            self.broadcast_buffers
+            and self.require_forward_param_sync
+            and next(iter(self.module.buffers()), None) is not None
+        )
+
+    def _broadcast_buffers(self, has_inputs: bool) -> None:
+        rank = self._highest_rank(has_inputs) if self._join_config.enable else 0
+        buffers = tuple(self.module.buffers())
+        # Graphs of earlier forward passes may have saved them.
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffers):
+            spread(self.process_group, buffers, rank)
+
+    def _broadcast_states(self, rank: int) -> None:
+        with torch.no_grad():
+            spread(self.process_group, self.module.parameters(), rank)
+            if self.broadcast_buffers:
+                spread(self.process_group, self.module.buffers(), rank)
+
+    def __getstate__(self) -> NoReturn:
+        raise UsageError(
+            "A DistributedDataParallel belongs to its process group, and can't be copied or pickled. "
+            "Copy its module, or save its state_dict()."
+        )
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> None:
+        """The compiler asks torch's class. This one is opaque to it."""
+        return None
+
+
+def _checked_device(
+    module: nn.Module, parameters: list[tuple[str, nn.Parameter]], device_ids: list[Any] | None
+) -> torch.device:
+    if not parameters:
+        raise UsageError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
+        )
+    for name, leaf in module.named_parameters():
+        if isinstance(leaf, nn.parameter.UninitializedParameter):
+            raise UsageError(f"{name} is not initialized yet. Run a forward pass of the module before you wrap it.")
+    kinds = {leaf.device.type for _, leaf in parameters}
+    if len(kinds) > 1:
+        raise ValueError(f"The parameters have to be on devices of one type, but are on {sorted(kinds)}.")
+    if not device_ids:
+        return parameters[0][1].device
+    if len(device_ids) > 1 or kinds == {"cpu"} or len({leaf.device for _, leaf in parameters}) > 1:
+        raise ValueError(
+            f"device_ids is for modules on one device that is not the CPU, and names it, but it is {device_ids}. "
+            "Leave it out."
+        )
+    return parameters[0][1].device
+
+
+def _sparse_weights(module: nn.Module) -> set[torch.Tensor]:
+    return {
+        layer.weight for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
+    }

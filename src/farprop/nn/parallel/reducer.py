@@ -1,0 +1,274 @@
+"""The reducer: autograd's hooks on one side, a process group on the other, the machine of buckets in between."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.variable import Variable
+
+from farprop.errors import ReductionError, UsageError
+from farprop.nn.parallel.graph import leaves_behind
+from farprop.nn.parallel.homes import Home, InContext, InGrad
+from farprop.nn.parallel.hooks import CommHook, GradBucket, checked_future, reduce_by_sum
+from farprop.nn.parallel.memory import Memory
+from farprop.nn.parallel.use import Use
+from farprop.protocol.buckets import Bucket, Parameter, Reduction, State, assign
+from farprop.runtime.gradients.running import running_pass
+
+_queue_callback = Variable._execution_engine.queue_callback
+
+
+class Reducer:
+    """Reduces the gradients of parameters across the ranks of a group.
+
+    Args:
+        parameters: those that require grad, in the same order on all ranks.
+        names: theirs, for errors.
+        sparse: which of them get sparse gradients.
+        group: any process group.
+        limits: bytes of the first bucket, and of the others.
+        as_views: gradients are views of the buckets.
+        find_unused: look for parameters without a gradient in each forward pass.
+        is_static: learn in the first iteration which gradients come, and how often.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        sparse: Sequence[bool],
+        group: dist.ProcessGroup,
+        *,
+        limits: tuple[int, int],
+        as_views: bool,
+        find_unused: bool,
+        is_static: bool,
+    ) -> None:
+        self.group = group
+        self._parameters, self._names, self._sparse = list(parameters), list(names), list(sparse)
+        self._known = [
+            Parameter(name, leaf.numel() * leaf.element_size(), (leaf.dtype, leaf.device), is_sparse)
+            for leaf, name, is_sparse in zip(parameters, names, sparse, strict=True)
+        ]
+        self._limits = limits
+        self._as_views = as_views
+        self._finds_unused = find_unused and not is_static
+        self._rebuilds = not self._finds_unused  # an order that changes all the time is none
+        self._hook: tuple[CommHook, Any] | None = None
+        self._scale: float | None = None
+        self._in_grad = InGrad(as_views)
+        self._home: Home = self._in_grad
+        self._lock = threading.Lock()
+        # Backward passes meet parameters about in reverse.
+        buckets = self._assigned(range(len(self._parameters) - 1, -1, -1))
+        self._machine = Reduction(self._known, buckets, group.rank(), is_static)
+        self._memory = self._new_memory()
+        self._use = Use(len(self._parameters), self._parameters[0].device)
+        handles = [
+            leaf.register_post_accumulate_grad_hook(_hook_of(weakref.ref(self), index))
+            for index, leaf in enumerate(self._parameters)
+        ]
+        weakref.finalize(self, _remove, handles)
+
+    def set_hook(self, state: Any, hook: CommHook) -> None:
+        """From now on buckets are reduced by a communication hook."""
+        if self._hook is not None:
+            raise UsageError("A communication hook can be registered once. Make a new DistributedDataParallel.")
+        self._hook = hook, state
+
+    # Forward passes
+
+    def check_finished(self) -> None:
+        """Raise if the gradients of the last iteration did not all come.
+
+        Other ranks may wait for the buckets that were not launched here, so those are launched first.
+        """
+        machine = self._machine
+        if machine.state is not State.RUNNING:
+            return
+        text = machine.unfinished()
+        try:
+            for index in machine.missing:
+                self._memory.take(index, None, None)
+            self._launch(machine.force(), self._tells_use)
+            self._use.wait()
+            for bucket in self._memory.buckets:
+                bucket.wait()
+        finally:
+            self._abandon()
+        raise ReductionError(text)
+
+    def expect(self, outputs: Iterable[torch.Tensor], divisor: int) -> None:
+        """A forward pass has run, and its backward pass is to reduce."""
+        self._scale = None if divisor == 1 or self._hook is not None else 1 / divisor
+        unused: list[int] = []
+        if self._tells_use:
+            tensors = list(outputs)
+            found = leaves_behind(tensors)
+            unused = [index for index, leaf in enumerate(self._parameters) if leaf not in found]
+            # Perhaps no parameter gets a gradient; an output does.
+            reducer = weakref.ref(self)
+            for tensor in tensors:
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(lambda _: _begin(reducer))
+        self._machine.expect(unused)
+
+    def rebuild_if_due(self) -> None:
+        """After the first iteration: buckets by the order in which gradients came on rank 0."""
+        machine = self._machine
+        if not self._rebuilds or not machine.is_order_known:
+            return
+        self._rebuilds = False
+        order = torch.tensor(machine.order, device=self._parameters[0].device)
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        self.group.broadcast([order], options).wait()
+        machine.set_buckets(self._assigned(order.tolist()))
+        old, self._memory = self._memory, self._new_memory()
+        if self._as_views:
+            with torch.no_grad():
+                self._memory.adopt(old)
+
+    def accompany(self) -> None:
+        """Do in a backward pass of other ranks what they wait for, without gradients."""
+        machine = self._machine
+        if machine.is_learning:
+            raise UsageError("With static_graph=True every rank has to have an input, or it can't learn the graph.")
+        futures = [self._reduce(number, bucket.zeros()) for number, bucket in enumerate(self._memory.buckets)]
+        if self._tells_use:
+            self._use.launch(self.group)
+        for future in futures:
+            future.wait()
+        self._use.wait()
+        machine.note_shadow()
+
+    # Backward passes
+
+    def begin(self) -> None:
+        """The backward pass has come to an output."""
+        with self._lock, torch.no_grad():
+            self._begin()
+
+    def came(self, index: int, leaf: torch.Tensor) -> None:
+        """The gradient of a parameter was accumulated."""
+        with self._lock, torch.no_grad():
+            machine = self._machine
+            self._use.note(index)
+            if machine.state is State.REST:
+                return
+            if machine.state is State.EXPECTING:
+                self._begin()
+            launches = machine.ready(index)
+            if not machine.learns_now:
+                self._memory.take(index, self._home.get(leaf), self._scale)
+                self._go_on(launches)
+
+    def _begin(self) -> None:
+        machine = self._machine
+        if machine.state is not State.EXPECTING:
+            return
+        running = running_pass.get()
+        self._home = self._in_grad if running is None else InContext(running)
+        launches = machine.begin(can_learn=running is None)
+        if machine.learns_now:
+            _queue_callback(self._end_of_first)
+            return
+        for index in machine.expected_unused:
+            self._memory.take(index, self._home.get(self._parameters[index]), self._scale)
+        self._go_on(launches)
+
+    def _end_of_first(self) -> None:
+        """The first backward pass of a static graph has ended. Everything is reduced now."""
+        with self._lock, torch.no_grad():
+            launches = self._machine.learned()
+            for index, leaf in enumerate(self._parameters):
+                self._memory.take(index, self._home.get(leaf), self._scale)
+            self._launch(launches, tells_use=True)
+        self._finish()
+
+    def _go_on(self, launches: list[int]) -> None:
+        if not launches:
+            return
+        self._launch(launches, self._tells_use)
+        if self._machine.state is State.LAUNCHED:
+            if self._home is self._in_grad:
+                _queue_callback(self._finish)
+            else:
+                self._finish()  # nobody says when a distributed pass ends
+
+    @property
+    def _tells_use(self) -> bool:
+        return self._finds_unused or self._machine.is_learning
+
+    def _launch(self, numbers: list[int], tells_use: bool) -> None:
+        try:
+            for number in numbers:
+                bucket = self._memory.buckets[number]
+                bucket.future = self._reduce(number, bucket.flat)
+            if tells_use and self._machine.state is State.LAUNCHED:
+                self._use.launch(self.group)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _reduce(self, number: int, buffer: torch.Tensor) -> Any:
+        buckets = self._memory.buckets
+        bucket = GradBucket(buckets[number], number, number == len(buckets) - 1, buffer)
+        if self._hook is None:
+            return reduce_by_sum(self.group, bucket)
+        hook, state = self._hook
+        return checked_future(hook, hook(state, bucket))
+
+    def _finish(self) -> None:
+        """All buckets are launched: wait for each, and bring its gradients home."""
+        try:
+            with torch.no_grad():
+                self._use.wait()
+                for number, bucket in enumerate(self._memory.buckets):
+                    bucket.wait()
+                    self._memory.give(number, self._home, self._use.nowhere)
+        except BaseException:
+            self._abandon()
+            raise
+        self._machine.finish()
+        self._use.forget()
+
+    def _abandon(self) -> None:
+        """The iteration has failed. What is under way still uses the old memory."""
+        self._machine.abandon()
+        self._memory = self._new_memory()
+        self._use.forget()
+
+    def _assigned(self, order: Iterable[int]) -> tuple[Bucket, ...]:
+        return assign(self._known, order, *self._limits)
+
+    def _new_memory(self) -> Memory:
+        return Memory(self._parameters, self._names, self._sparse, self._machine.buckets)
+
+
+# Parameters live longer than the module around them may, so their hooks don't keep it.
+
+
+def _hook_of(reducer: weakref.ref[Reducer], index: int) -> Callable[[torch.Tensor], None]:
+    def came(leaf: torch.Tensor) -> None:
+        found = reducer()
+        if found is not None:
+            found.came(index, leaf)
+
+    return came
+
+
+def _begin(reducer: weakref.ref[Reducer]) -> None:
+    found = reducer()
+    if found is not None:
+        found.begin()
+
+
+def _remove(handles: Iterable[Any]) -> None:
+    for handle in handles:
+        handle.remove()
