@@ -140,3 +140,23 @@ def test_a_faulty_group_fails_and_delays_what_it_is_told_to():
     x = torch.ones(1)
     assert group.allreduce([x]).get_future().wait()[0] is x
     assert group.allreduce([x]).wait()
+
+
+class _Frame:
+    """Something that a frame holds when an error passes through it."""
+
+
+def test_an_error_keeps_no_frames():
+    work = Work()
+    work.fail(KeyError("gone"))
+
+    def wait() -> weakref.ref:
+        held = _Frame()
+        with pytest.raises(KeyError):
+            work.wait()
+        return weakref.ref(held)
+
+    held = wait()
+    gc.collect()
+    assert held() is None
+    assert work.exception() is not None

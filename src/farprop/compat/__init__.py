@@ -2,8 +2,8 @@
 
 ``farprop.compat.install()`` at the top of a script, or ``python -m farprop.compat script.py``, makes
 ``torch.distributed.rpc``, ``torch.distributed.autograd``, ``torch.distributed.nn.RemoteModule``,
-``torch.distributed.optim.DistributedOptimizer`` and ``torch.nn.parallel.DistributedDataParallel`` stand for farprop's in
-this process. What your own modules took from torch before ``install()`` stays torch's, so call it first.
+``torch.distributed.optim.DistributedOptimizer`` and ``torch.nn.parallel.DistributedDataParallel`` stand for farprop's
+in this process. What your own modules took from torch before ``install()`` stays torch's, so call it first.
 """
 
 import importlib

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from farprop.errors import CollectiveTimeoutError
+from farprop.errors import CollectiveTimeoutError, renewed, without_frames
 
 __all__ = ["Work", "completed", "work_from_future"]
 
@@ -57,7 +57,7 @@ class Work(dist.Work):
                 raise CollectiveTimeoutError(
                     f"A collective was not done after {seconds:g} s. A rank has not called it, or is slow or gone."
                 )
-        self._future.wait()
+        result_of(self._future)
         return True
 
     def get_future(self) -> Future[Any]:
@@ -84,7 +84,7 @@ class Work(dist.Work):
         if not self._future.done():
             return None
         try:
-            self._future.value()
+            result_of(self._future)
         except Exception as error:
             return error
         return None
@@ -96,6 +96,18 @@ class Work(dist.Work):
     def synchronize(self) -> None:
         """Torch's name for a wait that may leave the work to a device's stream."""
         self.wait()
+
+
+def result_of(future: Future[Any]) -> Any:
+    """Wait for a future. Its error is raised as a copy.
+
+    The future keeps the error, the error the frames that it was raised through, and one of them the future; nobody
+    finds that circle, and all that is in those frames would stay for ever.
+    """
+    try:
+        return future.wait()
+    except Exception as error:
+        raise renewed(without_frames(error)) from error.__cause__
 
 
 def work_from_future(future: Future[Any]) -> Work:

@@ -105,21 +105,23 @@ class Reduction:
 
     def ready(self, index: int) -> list[int]:
         """A gradient has come."""
-        if self.state is State.LAUNCHED or (
-            self.state is State.RUNNING and not self.learns_now and self._came[index] >= self._times[index]
-        ):
+        if self.state is State.LAUNCHED:
             raise ReductionError(self._came_again(index))
         if self.state is not State.RUNNING:
             return []
-        self._came[index] += 1
+        came = self._came[index] = self._came[index] + 1
         if self.learns_now:
-            if self._came[index] == 1:
+            if came == 1:
                 self._note_order(index)
             return []
-        if self._came[index] == self._times[index]:
-            self._note_order(index)
-            self._left[self._bucket_of[index]] -= 1
-        return self._full()
+        if came < self._times[index]:
+            return []
+        if came > self._times[index]:
+            raise ReductionError(self._came_again(index))
+        self._note_order(index)
+        bucket = self._bucket_of[index]
+        left = self._left[bucket] = self._left[bucket] - 1
+        return [] if left or bucket != self._launched else self._full()
 
     def learned(self) -> list[int]:
         """The first backward pass of a static graph has ended."""

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from farprop.distributed.work import result_of
+
 
 class Bucket:
     """The memory of the gradients that travel together. A sparse gradient is alone in its bucket, and has none."""
@@ -16,6 +18,7 @@ class Bucket:
         self.parameters = list(parameters)
         self.is_sparse = is_sparse
         self.views: list[torch.Tensor] = []
+        self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # places, and gradients that go there
         self.future: Future[Any] | None = None
         if is_sparse:
             self.flat = _no_elements(self.parameters[0])
@@ -31,7 +34,7 @@ class Bucket:
         """Wait until it is reduced."""
         assert self.future is not None
         future, self.future = self.future, None
-        value = future.wait()
+        value = result_of(future)
         # Works have lists of tensors, hooks have tensors.
         reduced = value if isinstance(value, torch.Tensor) else value[0]
         if self.is_sparse:

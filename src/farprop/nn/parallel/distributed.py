@@ -80,15 +80,15 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._divides_by_all = True
-        parameters = [leaf for _, leaf in found]
+        names, parameters = [name for name, _ in found], [leaf for _, leaf in found]
         if init_sync:
-            check_same(self.process_group, parameters)
+            check_same(self.process_group, names, parameters)
             self._broadcast_states(0)
         sparse = _sparse_weights(module)
         limit = int((25 if bucket_cap_mb is None else bucket_cap_mb) * _MIB)
         self._reducer = Reducer(
             parameters,
-            [name for name, _ in found],
+            names,
             [leaf in sparse for leaf in parameters],
             self.process_group,
             limits=(_MIB if bucket_cap_mb is None else limit, limit),

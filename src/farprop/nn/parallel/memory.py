@@ -10,6 +10,8 @@ from farprop.errors import UsageError
 from farprop.nn.parallel.buckets import Bucket
 from farprop.nn.parallel.homes import Home
 
+_LARGE = 1 << 14  # elements; one pass over the memory matters more than one call
+
 
 class Memory:
     """Buckets as the machine wants them.
@@ -33,6 +35,7 @@ class Memory:
         self._members = buckets
         self.buckets = [Bucket([parameters[i] for i in members], sparse[members[0]]) for members in buckets]
         self._bucket_of: dict[int, Bucket] = {}
+        self._large = {index for index, leaf in enumerate(parameters) if leaf.numel() > _LARGE}
         self.views: dict[int, torch.Tensor] = {}
         for bucket, members in zip(self.buckets, buckets, strict=True):
             self._bucket_of.update(dict.fromkeys(members, bucket))
@@ -40,7 +43,7 @@ class Memory:
                 self.views.update(zip(members, bucket.views, strict=True))
 
     def take(self, index: int, gradient: torch.Tensor | None, scale: float | None) -> None:
-        """Bring a gradient to its place in the bucket, multiplied by ``scale``."""
+        """Bring a gradient to its place in the bucket, multiplied by ``scale``; small ones wait for :meth:`fill`."""
         view = self.views.get(index)
         if view is None:
             self._take_sparse(index, gradient, scale)
@@ -54,12 +57,20 @@ class Memory:
         elif gradient is view:
             if scale is not None:
                 view.mul_(scale)
-        elif scale is not None and gradient.dtype == view.dtype:
+        elif scale is not None and index in self._large and gradient.dtype == view.dtype:
             torch.mul(gradient, scale, out=view)
         else:
-            view.copy_(gradient)
+            self._bucket_of[index].waiting.append((view, gradient))
+
+    def fill(self, number: int, scale: float | None) -> None:
+        """Bring the gradients that wait to their places: all at once, because a call costs more than a small copy."""
+        bucket = self.buckets[number]
+        waiting, bucket.waiting = bucket.waiting, []
+        if waiting:
+            views = [view for view, _ in waiting]
+            torch._foreach_copy_(views, [gradient for _, gradient in waiting])
             if scale is not None:
-                view.mul_(scale)
+                torch._foreach_mul_(views, scale)
 
     def _take_sparse(self, index: int, gradient: torch.Tensor | None, scale: float | None) -> None:
         bucket = self._bucket_of[index]

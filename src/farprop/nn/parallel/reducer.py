@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.variable import Variable
 
+from farprop.distributed.work import result_of
 from farprop.errors import ReductionError, UsageError
 from farprop.nn.parallel.graph import leaves_behind
 from farprop.nn.parallel.homes import Home, InContext, InGrad
@@ -99,6 +100,7 @@ class Reducer:
             self._use.wait()
             for bucket in self._memory.buckets:
                 bucket.wait()
+            machine.note_shadow()
         finally:
             self._abandon()
         raise ReductionError(text)
@@ -143,7 +145,7 @@ class Reducer:
         if self._tells_use:
             self._use.launch(self.group)
         for future in futures:
-            future.wait()
+            result_of(future)
         self._use.wait()
         machine.note_shadow()
 
@@ -156,9 +158,14 @@ class Reducer:
 
     def came(self, index: int, leaf: torch.Tensor) -> None:
         """The gradient of a parameter was accumulated."""
-        with self._lock, torch.no_grad():
+        if torch.is_grad_enabled():  # with create_graph
+            with torch.no_grad():
+                self.came(index, leaf)
+            return
+        with self._lock:
             machine = self._machine
-            self._use.note(index)
+            if self._tells_use:
+                self._use.note(index)
             if machine.state is State.REST:
                 return
             if machine.state is State.EXPECTING:
@@ -166,7 +173,8 @@ class Reducer:
             launches = machine.ready(index)
             if not machine.learns_now:
                 self._memory.take(index, self._home.get(leaf), self._scale)
-                self._go_on(launches)
+                if launches:
+                    self._go_on(launches)
 
     def _begin(self) -> None:
         machine = self._machine
@@ -180,7 +188,8 @@ class Reducer:
             return
         for index in machine.expected_unused:
             self._memory.take(index, self._home.get(self._parameters[index]), self._scale)
-        self._go_on(launches)
+        if launches:
+            self._go_on(launches)
 
     def _end_of_first(self) -> None:
         """The first backward pass of a static graph has ended. Everything is reduced now."""
@@ -192,8 +201,6 @@ class Reducer:
         self._finish()
 
     def _go_on(self, launches: list[int]) -> None:
-        if not launches:
-            return
         self._launch(launches, self._tells_use)
         if self._machine.state is State.LAUNCHED:
             if self._home is self._in_grad:
@@ -209,6 +216,7 @@ class Reducer:
         try:
             for number in numbers:
                 bucket = self._memory.buckets[number]
+                self._memory.fill(number, self._scale)
                 bucket.future = self._reduce(number, bucket.flat)
             if tells_use and self._machine.state is State.LAUNCHED:
                 self._use.launch(self.group)

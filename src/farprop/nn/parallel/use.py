@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from farprop.distributed.work import result_of
+
 
 class Use:
     """A parameter that no rank has used keeps the gradient that it has, or none; so ranks tell each other."""
@@ -28,7 +30,7 @@ class Use:
     def wait(self) -> None:
         if self._future is not None:
             future, self._future = self._future, None
-            counts = future.wait()[0].tolist()
+            counts = result_of(future)[0].tolist()
             self.nowhere = {index for index, count in enumerate(counts) if not count}
 
     def forget(self) -> None:
