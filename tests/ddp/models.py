@@ -94,4 +94,5 @@ def step(module: nn.Module) -> None:
     """A step of gradient descent. Torch's optimisers import its compiler first, and that keeps the default group."""
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter -= 0.1 * parameter.grad
+            if parameter.grad is not None:
+                parameter -= 0.1 * parameter.grad
