@@ -159,7 +159,15 @@ def _blocks(document: str) -> list[Block]:
     ]
 
 
-DOCUMENTS = ("README.md", "docs/design.md", "docs/autograd.md", "docs/optim.md", "docs/jit.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/design.md",
+    "docs/autograd.md",
+    "docs/optim.md",
+    "docs/jit.md",
+    "docs/groups.md",
+    "docs/ddp.md",
+)
 BLOCKS = [block for document in DOCUMENTS for block in _blocks(document)]
 
 

@@ -52,11 +52,7 @@ class BackwardError(FarpropError):
     """A backward function or a hook raised during a distributed backward pass. The text says where and what."""
 
 
-class CollectiveError(FarpropError):
-    """A collective of a process group failed. The text says on which rank, and why."""
-
-
-class CollectiveTimeoutError(CollectiveError, TimeoutError):
+class CollectiveTimeoutError(FarpropError, TimeoutError):
     """A collective was not done in time: a rank has not called it, or is slow or gone."""
 
 
@@ -69,7 +65,7 @@ class ProtocolError(FarpropError):
 
 
 class InjectedFaultError(FarpropError):
-    """A message failed because a fault plan of ``farprop.testing`` says so."""
+    """A message or a collective failed because a fault plan or a ``FaultyProcessGroup`` says so."""
 
 
 class AuthenticationError(FarpropError):

@@ -80,6 +80,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._divides_by_all = True
+        # Looked up once: it takes as long as a small layer.
+        self._has_buffers = any(True for _ in module.buffers())
         names, parameters = [name for name, _ in found], [leaf for _, leaf in found]
         if init_sync:
             check_same(self.process_group, names, parameters)
@@ -210,11 +212,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     # States
 
     def _syncs_buffers(self) -> bool:
-        return (
-            self.broadcast_buffers
-            and self.require_forward_param_sync
-            and next(iter(self.module.buffers()), None) is not None
-        )
+        return self.broadcast_buffers and self.require_forward_param_sync and self._has_buffers
 
     def _broadcast_buffers(self, has_inputs: bool) -> None:
         rank = self._highest_rank(has_inputs) if self._join_config.enable else 0
