@@ -16,6 +16,7 @@ from torch import nn
 
 from bench import machine
 
+Step = tuple[float, float]  # seconds, and seconds of all threads of this rank on a core
 ROUNDS = 40
 WARM_UP = 6
 
@@ -44,32 +45,36 @@ def _rank(rank: int, size: int, path: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=size)
     for name, (make, width) in MODELS.items():
         for views in (False, True):
-            seconds = _in_turns(make, width, views, [DistributedDataParallel, nn.parallel.DistributedDataParallel])
-            ratios = [mine / theirs for mine, theirs in zip(*seconds, strict=True)]
+            steps = _in_turns(make, width, views, [DistributedDataParallel, nn.parallel.DistributedDataParallel])
             if rank == 0:
                 how = "gradients as views" if views else "gradients apart"
                 print(
-                    f"{size} ranks, {name}, {how}: farprop {median(seconds[0]) * 1e3:.1f} ms, torch "
-                    f"{median(seconds[1]) * 1e3:.1f} ms, ratio {median(ratios):.3f} ({len(ratios)} pairs)",
+                    f"{size} ranks, {name}, {how}: {_compared('time', steps, 0)}; {_compared('CPU', steps, 1)}",
                     flush=True,
                 )
     dist.destroy_process_group()
 
 
-def _in_turns(make: Callable[[], nn.Module], width: int, views: bool, classes: list[type]) -> list[list[float]]:
+def _compared(what: str, steps: list[list[Step]], column: int) -> str:
+    ours, theirs = ([step[column] for step in side] for side in steps)
+    ratio = median(mine / other for mine, other in zip(ours, theirs, strict=True))
+    return f"{what} farprop {median(ours) * 1e3:.1f} ms, torch {median(theirs) * 1e3:.1f} ms, ratio {ratio:.3f}"
+
+
+def _in_turns(make: Callable[[], nn.Module], width: int, views: bool, classes: list[type]) -> list[list[Step]]:
     wrapped = [class_(make(), gradient_as_bucket_view=views) for class_ in classes]
-    seconds: list[list[float]] = [[] for _ in classes]
+    steps: list[list[Step]] = [[] for _ in classes]
     inputs = torch.randn(8, width)
     for number in range(WARM_UP + ROUNDS):
         # Who is first changes, because the second finds warmer caches, or busier ones.
         for side in (0, 1) if number % 2 else (1, 0):
             wrapped[side].zero_grad()
             dist.barrier()
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
             wrapped[side](inputs).sum().backward()
             if number >= WARM_UP:
-                seconds[side].append(time.perf_counter() - began)
-    return seconds
+                steps[side].append((time.perf_counter() - began, time.process_time() - used))
+    return steps
 
 
 def main() -> int:

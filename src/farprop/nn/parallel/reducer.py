@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -90,20 +91,23 @@ class Reducer:
         Other ranks may wait for the buckets that were not launched here, so those are launched first.
         """
         machine = self._machine
-        if machine.state is not State.RUNNING:
+        if machine.state in (State.REST, State.EXPECTING):
             return
+        is_incomplete = machine.state is State.RUNNING  # else the backward pass raised later, so its caller knows
         text = machine.unfinished()
         try:
             for index in machine.missing:
                 self._memory.take(index, None, None)
-            self._launch(machine.force(), self._tells_use)
+            if is_incomplete:
+                self._launch(machine.force(), self._tells_use)
             self._use.wait()
             for bucket in self._memory.buckets:
                 bucket.wait()
             machine.note_shadow()
         finally:
             self._abandon()
-        raise ReductionError(text)
+        if is_incomplete:
+            raise ReductionError(text)
 
     def expect(self, outputs: Iterable[torch.Tensor], divisor: int) -> None:
         """A forward pass has run, and its backward pass is to reduce."""
@@ -153,7 +157,7 @@ class Reducer:
 
     def begin(self) -> None:
         """The backward pass has come to an output."""
-        with self._lock, torch.no_grad():
+        with self._lock, torch.no_grad(), self._or_abandon():
             self._begin()
 
     def came(self, index: int, leaf: torch.Tensor) -> None:
@@ -168,13 +172,17 @@ class Reducer:
                 self._use.note(index)
             if machine.state is State.REST:
                 return
-            if machine.state is State.EXPECTING:
-                self._begin()
-            launches = machine.ready(index)
-            if not machine.learns_now:
-                self._memory.take(index, self._home.get(leaf), self._scale)
-                if launches:
-                    self._go_on(launches)
+            try:
+                if machine.state is State.EXPECTING:
+                    self._begin()
+                launches = machine.ready(index)
+                if not machine.learns_now:
+                    self._memory.take(index, self._home.get(leaf), self._scale)
+                    if launches:
+                        self._go_on(launches)
+            except BaseException:
+                self._abandon()
+                raise
 
     def _begin(self) -> None:
         machine = self._machine
@@ -193,7 +201,7 @@ class Reducer:
 
     def _end_of_first(self) -> None:
         """The first backward pass of a static graph has ended. Everything is reduced now."""
-        with self._lock, torch.no_grad():
+        with self._lock, torch.no_grad(), self._or_abandon():
             launches = self._machine.learned()
             for index, leaf in enumerate(self._parameters):
                 self._memory.take(index, self._home.get(leaf), self._scale)
@@ -213,16 +221,12 @@ class Reducer:
         return self._finds_unused or self._machine.is_learning
 
     def _launch(self, numbers: list[int], tells_use: bool) -> None:
-        try:
-            for number in numbers:
-                bucket = self._memory.buckets[number]
-                self._memory.fill(number, self._scale)
-                bucket.future = self._reduce(number, bucket.flat)
-            if tells_use and self._machine.state is State.LAUNCHED:
-                self._use.launch(self.group)
-        except BaseException:
-            self._abandon()
-            raise
+        for number in numbers:
+            bucket = self._memory.buckets[number]
+            self._memory.fill(number, self._scale)
+            bucket.future = self._reduce(number, bucket.flat)
+        if tells_use and self._machine.state is State.LAUNCHED:
+            self._use.launch(self.group)
 
     def _reduce(self, number: int, buffer: torch.Tensor) -> Any:
         buckets = self._memory.buckets
@@ -234,23 +238,27 @@ class Reducer:
 
     def _finish(self) -> None:
         """All buckets are launched: wait for each, and bring its gradients home."""
+        with torch.no_grad(), self._or_abandon():
+            self._use.wait()
+            for number, bucket in enumerate(self._memory.buckets):
+                bucket.wait()
+                self._memory.give(number, self._home, self._use.nowhere)
+            self._machine.finish()
+            self._use.forget()
+
+    @contextmanager
+    def _or_abandon(self) -> Iterator[None]:
         try:
-            with torch.no_grad():
-                self._use.wait()
-                for number, bucket in enumerate(self._memory.buckets):
-                    bucket.wait()
-                    self._memory.give(number, self._home, self._use.nowhere)
+            yield
         except BaseException:
             self._abandon()
             raise
-        self._machine.finish()
-        self._use.forget()
 
     def _abandon(self) -> None:
         """The iteration has failed. What is under way still uses the old memory."""
         self._machine.abandon()
         self._memory = self._new_memory()
-        self._use.forget()
+        self._use.give_up()
 
     def _assigned(self, order: Iterable[int]) -> tuple[Bucket, ...]:
         return assign(self._known, order, *self._limits)

@@ -33,6 +33,8 @@ class Use:
             counts = result_of(future)[0].tolist()
             self.nowhere = {index for index, count in enumerate(counts) if not count}
 
+    def give_up(self) -> None:
+        self._future = None
+
     def forget(self) -> None:
         self._here = bytearray(len(self._here))
-        self._future = None
