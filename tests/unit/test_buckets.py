@@ -68,6 +68,7 @@ def run(seed: int) -> None:
                 left.remove(index)
                 if index not in left:
                     came.add(index)
+                assert machine.is_there(index) == (index not in left and not machine.learns_now)
                 for bucket in new:
                     learned_unused = {i for i in everything if is_static and not times[i]}
                     assert set(machine.buckets[bucket]) <= came | learned_unused, "launched before it was full"

@@ -123,6 +123,10 @@ class Reduction:
         left = self._left[bucket] = self._left[bucket] - 1
         return [] if left or bucket != self._launched else self._full()
 
+    def is_there(self, index: int) -> bool:
+        """Whether all of a gradient has come, in an iteration that does not just count."""
+        return not self.learns_now and self._came[index] >= self._times[index]
+
     def learned(self) -> list[int]:
         """The first backward pass of a static graph has ended."""
         self._times = [max(1, came) for came in self._came]

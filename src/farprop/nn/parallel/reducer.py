@@ -176,7 +176,7 @@ class Reducer:
                 if machine.state is State.EXPECTING:
                     self._begin()
                 launches = machine.ready(index)
-                if not machine.learns_now:
+                if machine.is_there(index):
                     self._memory.take(index, self._home.get(leaf), self._scale)
                     if launches:
                         self._go_on(launches)
