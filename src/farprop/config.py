@@ -17,6 +17,7 @@ class Settings:
 
     transport: str = "auto"
     interface: str | None = None
+    host_name: str = ""
     port_range: tuple[int, int] | None = None
     secret: str | None = None
     secret_file: str | None = None
@@ -41,6 +42,7 @@ class Settings:
             autograd_mode=mode,
             transport=transport,
             interface=env.get("FARPROP_INTERFACE") or None,
+            host_name=env.get("FARPROP_HOST_NAME", ""),
             port_range=_port_range(env.get("FARPROP_PORT_RANGE")),
             secret=env.get("FARPROP_SECRET") or None,
             secret_file=env.get("FARPROP_SECRET_FILE") or None,

@@ -56,6 +56,14 @@ class CollectiveTimeoutError(FarpropError, TimeoutError):
     """A collective was not done in time: a rank has not called it, or is slow or gone."""
 
 
+class CollectiveMismatchError(CollectiveError):
+    """Ranks of a group called different things as the same collective. The text says which rank called what."""
+
+
+class RankLostError(CollectiveError, ConnectionLostError):
+    """A rank that a collective needs has died, has left its group, or can't be reached."""
+
+
 class ReductionError(FarpropError):
     """DistributedDataParallel can't go on: gradients were not all reduced. The text names the parameters."""
 

@@ -13,12 +13,14 @@ from farprop.distributed.counting import CountingProcessGroup
 from farprop.distributed.faulty import FaultyProcessGroup
 from farprop.distributed.group import ProcessGroup
 from farprop.distributed.lonely import LonelyProcessGroup
+from farprop.distributed.native import NativeProcessGroup  # registers the backend "farprop"
 from farprop.distributed.work import Work, work_from_future
 
 __all__ = [
     "CountingProcessGroup",
     "FaultyProcessGroup",
     "LonelyProcessGroup",
+    "NativeProcessGroup",
     "ProcessGroup",
     "Work",
     "work_from_future",

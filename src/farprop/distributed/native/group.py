@@ -1,0 +1,223 @@
+"""The ready-made group: the backend ``farprop`` of ``torch.distributed``."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from farprop.config import Settings
+from farprop.distributed.arguments import as_list, as_lists, root, time_limit
+from farprop.distributed.group import ProcessGroup
+from farprop.distributed.native.actions import Action, Actions, Way
+from farprop.distributed.native.commons import Commons
+from farprop.distributed.native.joining import join
+from farprop.distributed.native.many_hosts import ManyHosts
+from farprop.distributed.native.mesh import Mesh
+from farprop.distributed.native.one_host import OneHost
+from farprop.distributed.native.order import Order
+from farprop.distributed.native.point_to_point import receive, send
+from farprop.distributed.work import Work
+from farprop.errors import UsageError
+
+_open_groups: weakref.WeakSet[NativeProcessGroup] = weakref.WeakSet()
+
+
+class NativeProcessGroup(ProcessGroup):
+    """Ranks of one host reduce in the memory that they share; hosts talk over TCP. Made by ``init_process_group``."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size, timeout)
+        settings = Settings.from_env()
+        joined = join(store, rank, size, settings, timeout.total_seconds())
+        self._commons: Commons | None = None
+        self._mesh = Mesh(rank, joined.peers, settings.max_message_bytes, self._on_news)
+        local = None
+        if joined.memory is not None:
+            host = next(host for host in joined.hosts if rank in host)
+            self._commons = Commons(host, host.index(rank), joined.memory, joined.bells, self._mesh.standing)
+            local = OneHost(self._commons)
+        way: Way = local if local and len(joined.hosts) == 1 else ManyHosts(self._mesh, joined.hosts, local)
+        self._actions = Actions(way, rank, size)
+        self._order = Order(f"farprop-collectives-rank{rank}")
+        self._closing = threading.Lock()
+        self._is_closed = False
+        _open_groups.add(self)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "farprop"
+
+    # Messages
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Work:
+        self._check_open()
+        return send(self._mesh, tensors[0], dst, tag, self.timeout)
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Work:
+        self._check_open()
+        return receive(self._mesh, tensors[0], src, tag, self.timeout)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Work:
+        self._check_open()
+        return receive(self._mesh, tensors[0], None, tag, self.timeout)
+
+    # Collectives
+
+    def barrier(self, opts: Any = None) -> Work:
+        return self._start(opts, [self._actions.barrier()], [])
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+        tensors, reduction = as_list(tensors), self._reduction(opts)
+        return self._start(opts, [self._actions.allreduce(tensor, reduction) for tensor in tensors], tensors)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        return self.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+        tensors = as_list(tensors)
+        return self._start(opts, [self._actions.broadcast(tensor, root(opts)) for tensor in tensors], tensors)
+
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Work:
+        tensors = as_list(tensors)
+        reduction = self._reduction(opts if op is None and not isinstance(opts, int) else op)
+        actions = [self._actions.reduce(tensor, root(opts), reduction) for tensor in tensors]
+        return self._start(opts, actions, tensors)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+        lists, tensors = as_lists(outputs, inputs)
+        actions = [
+            self._actions.gather(lists[number] if lists else [], tensor, root(opts))
+            for number, tensor in enumerate(tensors)
+        ]
+        return self._start(opts, actions, list(chain(*lists)))
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+        lists, tensors = as_lists(inputs, outputs)
+        actions = [
+            self._actions.scatter(tensor, lists[number] if lists else [], root(opts))
+            for number, tensor in enumerate(tensors)
+        ]
+        return self._start(opts, actions, tensors)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        lists, tensors = as_lists(outputs, inputs)
+        actions = [self._actions.allgather(output, tensor) for output, tensor in zip(lists, tensors, strict=True)]
+        return self._start(opts, actions, list(chain(*lists)))
+
+    def allgather_coalesced(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        lists = [[output[number] for output in outputs] for number in range(len(inputs))]
+        return self.allgather(lists, inputs, opts)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        pairs = zip(outputs, inputs, strict=True)
+        return self._start(opts, [self._actions.all_gather_single(*pair) for pair in pairs], outputs)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+        lists, tensors = as_lists(inputs, outputs)
+        reduction = self._reduction(opts)
+        pairs = zip(tensors, lists, strict=True)
+        return self._start(opts, [self._actions.reduce_scatter(*pair, reduction) for pair in pairs], tensors)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        reduction = self._reduction(opts)
+        pairs = zip(outputs, inputs, strict=True)
+        return self._start(opts, [self._actions.reduce_scatter_single(*pair, reduction) for pair in pairs], outputs)
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        return self._start(opts, [self._actions.all_to_all(outputs, inputs)], outputs)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: Any = None,
+    ) -> Work:
+        action = self._actions.all_to_all_single(output, input, output_split_sizes, input_split_sizes)
+        return self._start(opts, [action], [output])
+
+    # How
+
+    def _start(self, opts: Any, actions: Sequence[Action], outputs: Sequence[torch.Tensor]) -> Work:
+        self._check_open()
+        work = Work()
+        seconds = time_limit(opts, self.timeout).total_seconds()
+
+        def job() -> None:
+            try:
+                for action in actions:
+                    self._run(action, seconds)
+            except Exception as error:
+                work.fail(error)
+            else:
+                work.complete(outputs)
+
+        self._order.run(job, may_wait=not getattr(opts, "asyncOp", True))
+        return work
+
+    def _run(self, action: Action, seconds: float) -> None:
+        call = self._mesh.standing.begin(action.statement, seconds)
+        try:
+            action.act(call)
+        except BaseException as error:
+            # The others would wait for what this rank does not do any more.
+            self._mesh.standing.stumble(error)
+            raise
+
+    def _on_news(self) -> None:
+        if self._commons is not None:
+            self._commons.wake()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UsageError("This group was destroyed. Make another one with init_process_group or new_group.")
+
+    # The end
+
+    def shutdown(self) -> None:
+        """Called by ``destroy_process_group``. Works that are not done yet fail, unless all ranks take part in them."""
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._order.close()
+        self._mesh.close()
+        if self._commons is not None:
+            self._commons.close()
+
+    def leave(self) -> None:
+        """Say goodbye, and nothing else: this process ends."""
+        if not self._is_closed:
+            self._mesh.say_goodbye()
+
+    def abort(self) -> None:
+        """Give up what is under way here, and have the other ranks give it up."""
+        self._mesh.standing.stumble(UsageError("the group was aborted"))
+        self.shutdown()
+
+
+@atexit.register
+def _leave_at_exit() -> None:
+    """A program that ends without destroy_process_group has left, and not died."""
+    for group in list(_open_groups):
+        group.leave()

@@ -1,0 +1,237 @@
+"""A connection to every other rank of the group, and the thread that reads from all of them.
+
+The thread always reads: what nobody has asked for yet is kept. So a rank that sends can only be held up by one that is
+stopped or slow, and never by one that sends, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from farprop.distributed.native.frames import HEADER, Kind, pack, unpack
+from farprop.distributed.native.inbox import Inbox, Letter, Receipt
+from farprop.distributed.native.standing import Standing
+from farprop.errors import CollectiveError, CollectiveTimeoutError, ProtocolError, RankLostError
+
+_log = logging.getLogger("farprop.distributed")
+
+_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
+_GOODBYE_SECONDS = 1.0
+_TELL_SECONDS = 1.0
+
+
+class Mesh:
+    """``on_news`` is called, in any thread, when a wait for other ranks may have become vain."""
+
+    def __init__(
+        self, rank: int, peers: Mapping[int, socket.socket], max_length: int, on_news: Callable[[], None]
+    ) -> None:
+        self.rank = rank
+        self.standing = Standing(rank, self._on_failure)
+        self.inbox = Inbox()
+        self._on_news = on_news
+        self._locks = {peer: threading.Lock() for peer in peers}
+        self._sockets = dict(peers)
+        self._gone: dict[int, str] = {}
+        self._readers = {peer: _Reader(self, peer, sock, max_length) for peer, sock in peers.items()}
+        self._selector = selectors.DefaultSelector()
+        self._stop, stopped = socket.socketpair()
+        self._stopped = stopped
+        self._selector.register(stopped, selectors.EVENT_READ)
+        for peer, sock in peers.items():
+            self._selector.register(sock, selectors.EVENT_READ, peer)
+        self._thread = threading.Thread(target=self._run, name=f"farprop-group-rank{rank}", daemon=True)
+        self._thread.start()
+
+    # Sending
+
+    def send(self, peer: int, kind: Kind, key: int, text: str, data: memoryview, deadline: float) -> None:
+        """Returns when the system has taken all of it."""
+        head = memoryview(pack(kind, key, text, len(data)))
+        lock = self._locks[peer]
+        if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise self._slow(peer)
+        try:
+            if peer in self._gone:
+                raise self._lost(peer)
+            self._write(peer, [head, data] if len(data) else [head], deadline)
+        except OSError as error:
+            if isinstance(error, CollectiveTimeoutError | RankLostError):
+                raise
+            self._lose(peer, f"can't send to it: {error}")
+            raise self._lost(peer) from error
+        finally:
+            lock.release()
+
+    def _write(self, peer: int, parts: list[memoryview], deadline: float) -> None:
+        sock = self._sockets[peer]
+        poll = None
+        is_begun = False
+        while parts:
+            try:
+                sent = sock.sendmsg(parts, (), _FLAGS)
+            except BlockingIOError:
+                if poll is None:
+                    poll = selectors.PollSelector()
+                    poll.register(sock, selectors.EVENT_WRITE)
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    if is_begun:
+                        # What comes next would be taken for the rest of it.
+                        self._lose(peer, "it did not take what was sent in time")
+                    raise self._slow(peer) from None
+                poll.select(left)
+                continue
+            is_begun = True
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if sent:
+                parts[0] = parts[0][sent:]
+
+    def _slow(self, peer: int) -> CollectiveTimeoutError:
+        return CollectiveTimeoutError(
+            f"Rank {peer} did not take what rank {self.rank} sent in time. It is stopped, or very busy."
+        )
+
+    def _lost(self, peer: int) -> RankLostError:
+        return RankLostError(f"Rank {self.rank} can't reach rank {peer}: {self._gone[peer]}.")
+
+    def tell(self, kind: Kind, text: str, seconds: float) -> None:
+        """A word to everybody who can still hear it."""
+        for peer in self._sockets:
+            if peer not in self._gone:
+                try:
+                    self.send(peer, kind, 0, text, memoryview(b""), time.monotonic() + seconds)
+                except CollectiveError as error:
+                    _log.info("rank %d could not be told: %s", peer, error)
+
+    # Receiving
+
+    def expect(self, receipt: Receipt) -> None:
+        """The receipt ends when what it is for has come, or can't come any more."""
+        self.inbox.expect(receipt)
+        gone = [peer for peer in self._gone if receipt.source in (None, peer)]
+        if gone:
+            self.inbox.give_up(receipt, self._lost(gone[0]))
+        elif receipt.kind == Kind.PART and self.standing.failure is not None:
+            self.inbox.give_up(receipt, self.standing.failure)
+
+    def _run(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._stopped:
+                    return
+                peer: int = key.data
+                try:
+                    while self._readers[peer].read():
+                        pass
+                except (OSError, ProtocolError) as error:
+                    self._lose(peer, str(error) or type(error).__name__)
+                if peer in self._gone:
+                    self._selector.unregister(key.fileobj)
+
+    def handle(self, peer: int, kind: Kind, text: str) -> None:
+        """A frame without data."""
+        if kind == Kind.GOODBYE:
+            self.standing.leave(peer)
+            self._lose(peer, "it has left the group")
+        elif kind == Kind.BROKEN:
+            name, _, why = text.partition(" ")
+            self.standing.be_told(peer, name, why)
+
+    def _lose(self, peer: int, why: str) -> None:
+        if self._gone.setdefault(peer, why) is not why:
+            return
+        self.standing.die(peer, why)
+        self.inbox.fail(self._lost(peer), lambda receipt: receipt.source in (None, peer))
+        self._readers[peer].abandon(self._lost(peer))
+        self._on_news()
+
+    def _on_failure(self, failure: CollectiveError, to_tell: bool) -> None:
+        self.inbox.fail(failure, lambda receipt: receipt.kind == Kind.PART)
+        self._on_news()
+        if to_tell:
+            self.tell(Kind.BROKEN, f"{type(failure).__name__} {failure}", _TELL_SECONDS)
+
+    # The end
+
+    def say_goodbye(self) -> None:
+        self.tell(Kind.GOODBYE, "", _GOODBYE_SECONDS)
+
+    def close(self) -> None:
+        """Say goodbye and let go of everything."""
+        self.say_goodbye()
+        self._stop.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self._selector.close()
+        self._stopped.close()
+        for sock in self._sockets.values():
+            sock.close()
+        self.inbox.fail(
+            CollectiveError(f"The group was destroyed on rank {self.rank} before this was received."), lambda _: True
+        )
+
+
+class _Reader:
+    """Puts together what comes from one rank."""
+
+    def __init__(self, mesh: Mesh, peer: int, sock: socket.socket, max_length: int) -> None:
+        self._mesh, self._peer, self._sock = mesh, peer, sock
+        self._max_length = max_length
+        self._begin()
+
+    def _begin(self) -> None:
+        self._head = bytearray(HEADER.size)
+        self._room = memoryview(self._head)
+        self._letter: Letter | None = None
+        self._fields: tuple[Kind, int, int, int] | None = None
+
+    def read(self) -> bool:
+        """Read what is there; False if that was all."""
+        if len(self._room):
+            try:
+                count = self._sock.recv_into(self._room, 0, _FLAGS)
+            except BlockingIOError:
+                return False
+            if not count:
+                raise ConnectionResetError("its connection has closed")
+            self._room = self._room[count:]
+        while not len(self._room):
+            if not self._advance():
+                return False
+        return True
+
+    def abandon(self, error: Exception) -> None:
+        """Nothing more comes: whoever waits for what has begun to come waits in vain."""
+        if self._letter is not None and self._letter.receipt is not None:
+            self._letter.receipt.end(error)
+
+    def _advance(self) -> bool:
+        """A header, a text or the bytes are complete. False if nothing comes after it."""
+        if self._letter is not None:
+            self._mesh.inbox.close(self._letter)
+            self._begin()
+        elif self._fields is None:
+            self._fields = unpack(self._head, self._max_length)
+            self._text = bytearray(self._fields[1])
+            self._room = memoryview(self._text)
+        else:
+            kind, _, key, length = self._fields
+            text = self._text.decode(errors="replace")
+            if kind in (Kind.BROKEN, Kind.GOODBYE):
+                self._mesh.handle(self._peer, kind, text)
+                self._begin()
+                return kind != Kind.GOODBYE
+            if kind == Kind.PART:
+                self._mesh.standing.hear(self._peer, key, text)
+            self._letter = Letter(kind, self._peer, key, text, length)
+            self._mesh.inbox.open(self._letter)
+            assert self._letter.room is not None
+            self._room = self._letter.room
+        return True

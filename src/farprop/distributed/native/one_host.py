@@ -1,0 +1,198 @@
+"""Collectives of ranks that share memory. Ranks are those of the host, by place; tensors are flat and contiguous.
+
+Tensors that are longer than a slot go through it in chunks; while one chunk is written the one before is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from farprop.distributed.native.calls import Call
+from farprop.distributed.native.commons import SLOT_BYTES, Commons
+from farprop.distributed.native.kernels import combine
+from farprop.distributed.reduction import Reduction
+from farprop.errors import UsageError
+
+# Up to so many bytes, or if there are two ranks, it is faster if everybody reduces all of it than in turns.
+_SMALL = 32 * 1024
+
+
+def _share(slot: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """As much of a slot as a tensor needs, of its type."""
+    return slot[: part.nbytes].view(part.dtype)
+
+
+class OneHost:
+    def __init__(self, commons: Commons) -> None:
+        self._commons = commons
+        self.rank = commons.place
+        self.size = commons.size
+
+    def barrier(self, call: Call) -> None:
+        self._commons.meet(call)
+
+    def allreduce(self, call: Call, tensor: torch.Tensor, reduction: Reduction) -> None:
+        chunks = _chunks(tensor, SLOT_BYTES)
+        if tensor.nbytes <= _SMALL or self.size == 2:
+            self._reduce_alone(call, chunks, reduction, is_mine=True)
+        else:
+            self._reduce_in_shares(call, chunks, reduction)
+
+    def reduce(self, call: Call, tensor: torch.Tensor, root: int, reduction: Reduction) -> None:
+        self._reduce_alone(call, _chunks(tensor, SLOT_BYTES), reduction, is_mine=self.rank == root)
+
+    def _reduce_alone(
+        self, call: Call, chunks: Sequence[torch.Tensor], reduction: Reduction, is_mine: bool
+    ) -> None:
+        def write(number: int, slots: list[torch.Tensor]) -> None:
+            own = _share(slots[self.rank], chunks[number])
+            own.copy_(chunks[number])
+            reduction.begin(own)
+
+        def read(number: int, slots: list[torch.Tensor]) -> None:
+            if is_mine:
+                chunk = chunks[number]
+                combine(reduction, [_share(slot, chunk) for slot in slots], chunk)
+
+        self._commons.run(call, len(chunks), write, read)
+
+    def _reduce_in_shares(self, call: Call, chunks: Sequence[torch.Tensor], reduction: Reduction) -> None:
+        """Each rank reduces its share of a chunk in its own slot, and reads those of the others."""
+
+        def write(number: int, slots: list[torch.Tensor]) -> None:
+            own = _share(slots[self.rank], chunks[number])
+            own.copy_(chunks[number])
+            reduction.begin(own)
+
+        def work(number: int, slots: list[torch.Tensor]) -> None:
+            start, end = self._bounds(chunks[number], self.rank)
+            if start < end:
+                sources = [_share(slot, chunks[number])[start:end] for slot in slots]
+                total = torch.empty_like(sources[0])
+                combine(reduction, sources, total)
+                sources[self.rank].copy_(total)
+
+        def read(number: int, slots: list[torch.Tensor]) -> None:
+            chunk = chunks[number]
+            for place, slot in enumerate(slots):
+                start, end = self._bounds(chunk, place)
+                chunk[start:end].copy_(_share(slot, chunk)[start:end])
+
+        self._commons.run(call, len(chunks), write, work, read)
+
+    def _bounds(self, chunk: torch.Tensor, place: int) -> tuple[int, int]:
+        length = -(-chunk.numel() // self.size)
+        # Whole cache lines, so that two ranks don't write to one.
+        length = -(-length // 64) * 64
+        return min(place * length, chunk.numel()), min((place + 1) * length, chunk.numel())
+
+    def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> None:
+        self.scatter(call, tensor, [tensor] * self.size, root, same=True)
+
+    def scatter(
+        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, same: bool = False
+    ) -> None:
+        """``same``: all inputs are one, so one copy of it is enough."""
+        room = SLOT_BYTES if same else self._room
+        targets = _chunks(output, room)
+        sources = [_chunks(tensor, room) for tensor in inputs]
+
+        def write(number: int, slots: list[torch.Tensor]) -> None:
+            if self.rank == root:
+                for place in [0] if same else range(self.size):
+                    _share(slots[root][place * room :], sources[place][number]).copy_(sources[place][number])
+
+        def read(number: int, slots: list[torch.Tensor]) -> None:
+            if not (same and self.rank == root):
+                place = 0 if same else self.rank
+                targets[number].copy_(_share(slots[root][place * room :], targets[number]))
+
+        self._commons.run(call, len(targets), write, read)
+
+    def gather(self, call: Call, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> None:
+        self._gather(call, outputs, tensor, is_mine=self.rank == root)
+
+    def allgather(self, call: Call, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+        self._gather(call, outputs, tensor, is_mine=True)
+
+    def _gather(self, call: Call, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, is_mine: bool) -> None:
+        sources = _chunks(tensor, SLOT_BYTES)
+        targets = [_chunks(output, SLOT_BYTES) for output in outputs]
+        # The root alone has outputs, and then all tensors are of one size.
+        count = max(len(sources), *map(len, targets)) if targets else len(sources)
+
+        def write(number: int, slots: list[torch.Tensor]) -> None:
+            if number < len(sources):
+                _share(slots[self.rank], sources[number]).copy_(sources[number])
+
+        def read(number: int, slots: list[torch.Tensor]) -> None:
+            if is_mine:
+                for target, slot in zip(targets, slots, strict=True):
+                    if number < len(target):
+                        target[number].copy_(_share(slot, target[number]))
+
+        self._commons.run(call, count, write, read)
+
+    def reduce_scatter(
+        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction
+    ) -> None:
+        room = self._room
+        targets = _chunks(output, room)
+        sources = [_chunks(tensor, room) for tensor in inputs]
+        count = max(map(len, sources))
+
+        def write(number: int, slots: list[torch.Tensor]) -> None:
+            for place, source in enumerate(sources):
+                if number < len(source):
+                    own = _share(slots[self.rank][place * room :], source[number])
+                    own.copy_(source[number])
+                    reduction.begin(own)
+
+        def read(number: int, slots: list[torch.Tensor]) -> None:
+            if number < len(targets):
+                target = targets[number]
+                combine(reduction, [_share(slot[self.rank * room :], target) for slot in slots], target)
+
+        self._commons.run(call, count, write, read)
+
+    def all_to_all(self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """Nobody knows what the others send to each other, so all say so first."""
+        counts = [torch.empty(self.size, dtype=torch.int64) for _ in range(self.size)]
+        self.allgather(call, counts, torch.tensor([tensor.numel() for tensor in inputs]))
+        for sender, output in enumerate(outputs):
+            if int(counts[sender][self.rank]) != output.numel():
+                raise UsageError(
+                    f"Rank {sender} sends {int(counts[sender][self.rank])} elements to rank {self.rank}, which "
+                    f"expects {output.numel()}."
+                )
+        room = self._room
+        sources = [_chunks(tensor, room) for tensor in inputs]
+        targets = [_chunks(tensor, room) for tensor in outputs]
+        item = inputs[0].element_size()
+        longest = max(int(row.max()) for row in counts)
+
+        def write(number: int, slots: list[torch.Tensor]) -> None:
+            for place, source in enumerate(sources):
+                if number < len(source):
+                    _share(slots[self.rank][place * room :], source[number]).copy_(source[number])
+
+        def read(number: int, slots: list[torch.Tensor]) -> None:
+            for target, slot in zip(targets, slots, strict=True):
+                if number < len(target):
+                    target[number].copy_(_share(slot[self.rank * room :], target[number]))
+
+        self._commons.run(call, max(1, -(-longest // (room // item))), write, read)
+
+    @property
+    def _room(self) -> int:
+        """What each rank has of a slot if there is something for each; every type fits evenly."""
+        return SLOT_BYTES // self.size // 64 * 64
+
+
+def _chunks(tensor: torch.Tensor, room: int) -> Sequence[torch.Tensor]:
+    """At least one, so that everybody takes part in every collective."""
+    if tensor.nbytes <= room:
+        return (tensor,)
+    return tensor.split(room // tensor.element_size())

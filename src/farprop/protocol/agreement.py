@@ -1,0 +1,125 @@
+"""Whether the ranks of a group call the same collectives in the same order, and what ends a wait for one of them.
+
+Each rank counts its collectives, and *states* what it calls with the number: ``allreduce of float32 [4] with SUM``. One
+object here is one rank's view of the group. Rules that hold:
+
+- Two ranks that state different things for one number break the group, whichever statement is heard first.
+- A rank that dies breaks it. One that leaves does not: others may still end what it took part in. But nobody can wait
+  for it, or begin something new.
+- The first thing that breaks a group is what every later call raises. A rank that found it out by itself tells the
+  others; one that was told does not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+
+from farprop.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, RankLostError
+
+# A statement may come when its collective is long over here: a root sends, and goes on. So many are kept to compare.
+_KEPT = 256
+_ADVICE = "Every rank of a group has to call the same collectives in the same order."
+
+
+class Agreement:
+    """``failure`` is what broke the group, or None. ``is_announced`` says whether the others know it already."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.number = 0
+        self.failure: CollectiveError | None = None
+        self.is_announced = False
+        self._own: dict[int, str] = {}
+        self._early: dict[int, list[tuple[int, str]]] = {}
+        self._left: set[int] = set()
+        self._order: deque[int] = deque()
+
+    def begin(self, statement: str) -> int:
+        """This rank calls something: its number. Raises if the group is broken."""
+        error = self.blame(self._left)
+        if error is not None:
+            raise error
+        self.number += 1
+        self._own[self.number] = statement
+        self._order.append(self.number)
+        if len(self._order) > _KEPT:
+            del self._own[self._order.popleft()]
+        for rank, theirs in self._early.pop(self.number, ()):
+            self.hear(rank, self.number, theirs)
+        if self.failure is not None:
+            raise self.failure
+        return self.number
+
+    def hear(self, rank: int, number: int, statement: str) -> None:
+        """Another rank has stated something."""
+        if number > self.number:
+            self._early.setdefault(number, []).append((rank, statement))
+        elif self._own.get(number, statement) != statement:
+            self._fail(
+                CollectiveMismatchError(
+                    f"Rank {self.rank} called {self._own[number]}, and rank {rank} called {statement}, as collective "
+                    f"{number} of their group. {_ADVICE}"
+                )
+            )
+
+    def die(self, rank: int, why: str) -> None:
+        """A rank is gone, without a word."""
+        if rank not in self._left:
+            self._fail(
+                RankLostError(
+                    f"Rank {self.rank} has lost rank {rank}: {why}. It died, or the network is cut. The group can't be "
+                    "used any more."
+                )
+            )
+            # Everybody has a connection to it, and sees this for itself.
+            self.is_announced = True
+
+    def leave(self, rank: int) -> None:
+        """A rank has said goodbye."""
+        self._left.add(rank)
+
+    def be_told(self, rank: int, kind: str, text: str) -> None:
+        """Another rank says that the group is broken."""
+        mismatch = kind == CollectiveMismatchError.__name__
+        error = CollectiveMismatchError if mismatch else CollectiveError
+        self._fail(error(text if mismatch else f"Rank {rank} gave up: {text}"))
+        self.is_announced = True
+
+    def give_up(self, missing: Collection[int], seconds: float) -> None:
+        """Time is up, and these have not come."""
+        who = f"rank {min(missing)}" if len(missing) == 1 else f"ranks {', '.join(map(str, sorted(missing)))}"
+        self._fail(
+            CollectiveTimeoutError(
+                f"Rank {self.rank} waited {seconds:g} s for {who} in {self._own.get(self.number)}, collective "
+                f"{self.number} of the group. {_ADVICE}"
+            )
+        )
+
+    def stumble(self, error: BaseException) -> None:
+        """Something else went wrong in the middle of a collective, so the others wait for what will not come."""
+        self._fail(
+            CollectiveError(
+                f"{self._own.get(self.number)}, collective {self.number} of the group, failed on rank {self.rank}: "
+                f"{type(error).__name__}: {error}"
+            )
+        )
+
+    def blame(self, awaited: Collection[int]) -> CollectiveError | None:
+        """Why it is in vain to wait for these ranks; None if it is not."""
+        if self.failure is None and not self._left.isdisjoint(awaited):
+            who = min(self._left.intersection(awaited))
+            return RankLostError(
+                f"Rank {who} has left the group (destroy_process_group, or its program has ended), and rank "
+                f"{self.rank} still calls collectives. {_ADVICE}"
+            )
+        return self.failure
+
+    def _fail(self, error: CollectiveError) -> None:
+        if self.failure is None:
+            self.failure = error
+
+    def validate(self) -> None:
+        assert all(number > self.number for number in self._early)
+        assert len(self._own) == len(self._order) <= _KEPT
+        assert not self.is_announced or self.failure is not None
