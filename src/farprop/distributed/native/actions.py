@@ -6,7 +6,7 @@ Bad arguments raise here, before anything is stated: the group is as good as bef
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -185,9 +185,7 @@ class Actions:
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, output_sizes: list[int], input_sizes: list[int]
     ) -> Action:
-        return self.all_to_all(
-            split(output, output_sizes, self._size), split(tensor, input_sizes, self._size)
-        )
+        return self.all_to_all(split(output, output_sizes, self._size), split(tensor, input_sizes, self._size))
 
     def _check_member(self, root: int) -> None:
         if not 0 <= root < self._size:

@@ -26,12 +26,13 @@ from farprop.transport.memory import Mapping
 
 CAN_SHARE = platform.machine() in ("x86_64", "AMD64") and hasattr(os, "eventfd")
 SLOTS = 3
-SLOT_BYTES = 1 << 20
+SLOT_BYTES = 2 << 20
 _LINE = 64  # bytes that processors move between them; whoever writes to a line has it to itself
 _PAGE = 4096
 _STATEMENT = 1024
-# Waking a sleeping process takes longer than looking a few times. Each look offers the processor to somebody else.
-_LOOKS = 200
+# Waking a sleeping process takes longer than looking a few times. Each look offers the processor to somebody else. If
+# somebody takes it that costs as much as sleeping, so ranks that don't have a processor each look less often.
+_LOOKS, _FEW_LOOKS = 200, 20
 
 
 def size_of(ranks: int) -> int:
@@ -72,6 +73,7 @@ class Commons:
         self._slots = [[data[place, slot] for place in range(count)] for slot in range(SLOTS)]
         self._others = [other for other in range(count) if other != place]
         self._steps = 0
+        self._looks = _LOOKS if len(os.sched_getaffinity(0)) >= count else _FEW_LOOKS
         self._fence = threading.Lock()
         self._poll = select.poll()
         self._poll.register(bells[place], select.POLLIN)
@@ -139,7 +141,7 @@ class Commons:
         for place in self._others:
             if self._asleep[place]:
                 os.eventfd_write(self._bells[place], 1)
-        for _ in range(_LOOKS):
+        for _ in range(self._looks):
             if not self._missing():
                 return
             os.sched_yield()
@@ -147,10 +149,7 @@ class Commons:
 
     def _missing(self) -> bool:
         steps, done = self._steps, self._done
-        for place in self._others:
-            if done[place] < steps:
-                return True
-        return False
+        return any(done[place] < steps for place in self._others)
 
     def _sleep(self, call: Call) -> None:
         bell = self._bells[self.place]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
+from typing import Any
 
 import torch
 
@@ -39,4 +40,5 @@ def unpack(header: bytes | bytearray, max_length: int) -> tuple[Kind, int, int, 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+    array: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return memoryview(array)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from farprop.config import Settings
-from farprop.distributed.arguments import as_list, as_lists, root, time_limit
+from farprop.distributed.arguments import as_list, as_lists, operation, root, time_limit
 from farprop.distributed.group import ProcessGroup
 from farprop.distributed.native.actions import Action, Actions, Way
 from farprop.distributed.native.commons import Commons
@@ -22,8 +22,9 @@ from farprop.distributed.native.joining import join
 from farprop.distributed.native.many_hosts import ManyHosts
 from farprop.distributed.native.mesh import Mesh
 from farprop.distributed.native.one_host import OneHost
-from farprop.distributed.native.order import Order
+from farprop.distributed.native.order import Done, Order
 from farprop.distributed.native.point_to_point import receive, send
+from farprop.distributed.reduction import Reduction
 from farprop.distributed.work import Work
 from farprop.errors import UsageError
 
@@ -47,6 +48,7 @@ class NativeProcessGroup(ProcessGroup):
         way: Way = local if local and len(joined.hosts) == 1 else ManyHosts(self._mesh, joined.hosts, local)
         self._actions = Actions(way, rank, size)
         self._order = Order(f"farprop-collectives-rank{rank}")
+        self._reductions: dict[Any, Reduction] = {}
         self._closing = threading.Lock()
         self._is_closed = False
         _open_groups.add(self)
@@ -158,21 +160,27 @@ class NativeProcessGroup(ProcessGroup):
 
     # How
 
+    def _reduction(self, opts: Any) -> Reduction:
+        op = operation(opts)
+        kind = getattr(op, "op", op)
+        if kind == dist.ReduceOp.PREMUL_SUM:  # it has a factor of its own
+            return super()._reduction(opts)
+        if kind not in self._reductions:
+            self._reductions[kind] = super()._reduction(opts)
+        return self._reductions[kind]
+
     def _start(self, opts: Any, actions: Sequence[Action], outputs: Sequence[torch.Tensor]) -> Work:
         self._check_open()
-        work = Work()
         seconds = time_limit(opts, self.timeout).total_seconds()
 
         def job() -> None:
-            try:
-                for action in actions:
-                    self._run(action, seconds)
-            except Exception as error:
-                work.fail(error)
-            else:
-                work.complete(outputs)
+            for action in actions:
+                self._run(action, seconds)
 
-        self._order.run(job, may_wait=not getattr(opts, "asyncOp", True))
+        if not getattr(opts, "asyncOp", True) and self._order.run_here(job):
+            return Done(outputs)
+        work = Work()
+        self._order.run_later(job, work, outputs)
         return work
 
     def _run(self, action: Action, seconds: float) -> None:

@@ -114,7 +114,8 @@ class Inbox:
 
     def _hand_over(self, letter: Letter) -> None:
         receipt, room = letter.receipt, letter.room
-        assert receipt is not None and room is not None
+        assert receipt is not None
+        assert room is not None
         receipt.source = letter.source
         error = receipt.problem(letter.source, letter.text, letter.length)
         if error is None and room is not receipt.room:

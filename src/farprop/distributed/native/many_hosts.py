@@ -45,9 +45,7 @@ class _Steps:
 
     def _expect(self, tensor: torch.Tensor, source: int) -> _Arrival:
         arrival = _Arrival()
-        receipt = Receipt(
-            Kind.PART, self._ranks[source], self._call.number, bytes_of(tensor), None, arrival.on_end
-        )
+        receipt = Receipt(Kind.PART, self._ranks[source], self._call.number, bytes_of(tensor), None, arrival.on_end)
         self._mesh.expect(receipt)
         return arrival
 

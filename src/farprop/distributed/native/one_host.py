@@ -17,11 +17,7 @@ from farprop.errors import UsageError
 
 # Up to so many bytes, or if there are two ranks, it is faster if everybody reduces all of it than in turns.
 _SMALL = 32 * 1024
-
-
-def _share(slot: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """As much of a slot as a tensor needs, of its type."""
-    return slot[: part.nbytes].view(part.dtype)
+_MOST_VIEWS = 1024
 
 
 class OneHost:
@@ -29,6 +25,7 @@ class OneHost:
         self._commons = commons
         self.rank = commons.place
         self.size = commons.size
+        self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     def barrier(self, call: Call) -> None:
         self._commons.meet(call)
@@ -43,42 +40,43 @@ class OneHost:
     def reduce(self, call: Call, tensor: torch.Tensor, root: int, reduction: Reduction) -> None:
         self._reduce_alone(call, _chunks(tensor, SLOT_BYTES), reduction, is_mine=self.rank == root)
 
-    def _reduce_alone(
-        self, call: Call, chunks: Sequence[torch.Tensor], reduction: Reduction, is_mine: bool
-    ) -> None:
+    def _reduce_alone(self, call: Call, chunks: Sequence[torch.Tensor], reduction: Reduction, is_mine: bool) -> None:
         def write(number: int, slots: list[torch.Tensor]) -> None:
-            own = _share(slots[self.rank], chunks[number])
+            own = self._share(slots[self.rank], chunks[number])
             own.copy_(chunks[number])
             reduction.begin(own)
 
         def read(number: int, slots: list[torch.Tensor]) -> None:
             if is_mine:
                 chunk = chunks[number]
-                combine(reduction, [_share(slot, chunk) for slot in slots], chunk)
+                combine(reduction, [self._share(slot, chunk) for slot in slots], chunk)
 
         self._commons.run(call, len(chunks), write, read)
 
     def _reduce_in_shares(self, call: Call, chunks: Sequence[torch.Tensor], reduction: Reduction) -> None:
-        """Each rank reduces its share of a chunk in its own slot, and reads those of the others."""
+        """Each rank reduces its share of a chunk into its own slot, where the others get it. Nobody reads it before."""
 
         def write(number: int, slots: list[torch.Tensor]) -> None:
-            own = _share(slots[self.rank], chunks[number])
-            own.copy_(chunks[number])
-            reduction.begin(own)
+            chunk, own = chunks[number], self._share(slots[self.rank], chunks[number])
+            reduction.begin(chunk)
+            start, end = self._bounds(chunk, self.rank)
+            own[:start].copy_(chunk[:start])
+            own[end:].copy_(chunk[end:])
 
         def work(number: int, slots: list[torch.Tensor]) -> None:
-            start, end = self._bounds(chunks[number], self.rank)
+            chunk = chunks[number]
+            start, end = self._bounds(chunk, self.rank)
             if start < end:
-                sources = [_share(slot, chunks[number])[start:end] for slot in slots]
-                total = torch.empty_like(sources[0])
+                sources = [self._share(slot, chunk)[start:end] for slot in slots]
+                total = sources[self.rank]
+                sources[self.rank] = chunk[start:end]
                 combine(reduction, sources, total)
-                sources[self.rank].copy_(total)
 
         def read(number: int, slots: list[torch.Tensor]) -> None:
             chunk = chunks[number]
             for place, slot in enumerate(slots):
                 start, end = self._bounds(chunk, place)
-                chunk[start:end].copy_(_share(slot, chunk)[start:end])
+                chunk[start:end].copy_(self._share(slot, chunk)[start:end])
 
         self._commons.run(call, len(chunks), write, work, read)
 
@@ -102,12 +100,12 @@ class OneHost:
         def write(number: int, slots: list[torch.Tensor]) -> None:
             if self.rank == root:
                 for place in [0] if same else range(self.size):
-                    _share(slots[root][place * room :], sources[place][number]).copy_(sources[place][number])
+                    _part(slots[root][place * room :], sources[place][number]).copy_(sources[place][number])
 
         def read(number: int, slots: list[torch.Tensor]) -> None:
             if not (same and self.rank == root):
                 place = 0 if same else self.rank
-                targets[number].copy_(_share(slots[root][place * room :], targets[number]))
+                targets[number].copy_(_part(slots[root][place * room :], targets[number]))
 
         self._commons.run(call, len(targets), write, read)
 
@@ -125,13 +123,13 @@ class OneHost:
 
         def write(number: int, slots: list[torch.Tensor]) -> None:
             if number < len(sources):
-                _share(slots[self.rank], sources[number]).copy_(sources[number])
+                self._share(slots[self.rank], sources[number]).copy_(sources[number])
 
         def read(number: int, slots: list[torch.Tensor]) -> None:
             if is_mine:
                 for target, slot in zip(targets, slots, strict=True):
                     if number < len(target):
-                        target[number].copy_(_share(slot, target[number]))
+                        target[number].copy_(self._share(slot, target[number]))
 
         self._commons.run(call, count, write, read)
 
@@ -146,14 +144,14 @@ class OneHost:
         def write(number: int, slots: list[torch.Tensor]) -> None:
             for place, source in enumerate(sources):
                 if number < len(source):
-                    own = _share(slots[self.rank][place * room :], source[number])
+                    own = _part(slots[self.rank][place * room :], source[number])
                     own.copy_(source[number])
                     reduction.begin(own)
 
         def read(number: int, slots: list[torch.Tensor]) -> None:
             if number < len(targets):
                 target = targets[number]
-                combine(reduction, [_share(slot[self.rank * room :], target) for slot in slots], target)
+                combine(reduction, [_part(slot[self.rank * room :], target) for slot in slots], target)
 
         self._commons.run(call, count, write, read)
 
@@ -176,14 +174,24 @@ class OneHost:
         def write(number: int, slots: list[torch.Tensor]) -> None:
             for place, source in enumerate(sources):
                 if number < len(source):
-                    _share(slots[self.rank][place * room :], source[number]).copy_(source[number])
+                    _part(slots[self.rank][place * room :], source[number]).copy_(source[number])
 
         def read(number: int, slots: list[torch.Tensor]) -> None:
             for target, slot in zip(targets, slots, strict=True):
                 if number < len(target):
-                    target[number].copy_(_share(slot[self.rank * room :], target[number]))
+                    target[number].copy_(_part(slot[self.rank * room :], target[number]))
 
         self._commons.run(call, max(1, -(-longest // (room // item))), write, read)
+
+    def _share(self, slot: torch.Tensor, chunk: torch.Tensor) -> torch.Tensor:
+        """As much of a slot as a chunk needs. Most programs use few sizes, and to make a view takes a while."""
+        key = id(slot), chunk.nbytes, chunk.dtype
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            view = self._views[key] = _part(slot, chunk)
+        return view
 
     @property
     def _room(self) -> int:
@@ -191,8 +199,13 @@ class OneHost:
         return SLOT_BYTES // self.size // 64 * 64
 
 
-def _chunks(tensor: torch.Tensor, room: int) -> Sequence[torch.Tensor]:
+def _part(memory: torch.Tensor, chunk: torch.Tensor) -> torch.Tensor:
+    """The first bytes, as many as a chunk has, of its type."""
+    return memory[: chunk.nbytes].view(chunk.dtype)
+
+
+def _chunks(tensor: torch.Tensor, room: int) -> list[torch.Tensor]:
     """At least one, so that everybody takes part in every collective."""
     if tensor.nbytes <= room:
-        return (tensor,)
-    return tensor.split(room // tensor.element_size())
+        return [tensor]
+    return list(tensor.split(room // tensor.element_size()))

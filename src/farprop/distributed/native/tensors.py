@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -25,12 +26,20 @@ def put_back(tensor: torch.Tensor, written: torch.Tensor) -> None:
 
 
 def in_words(tensor: torch.Tensor) -> str:
-    layout = "" if tensor.layout == torch.strided else "sparse "
-    return f"{layout}{dtype_name(tensor)} {list(tensor.shape)}"
+    return _in_words(tensor.layout, tensor.dtype, tensor.shape)
+
+
+@lru_cache(1024)
+def _in_words(layout: torch.layout, dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{'' if layout == torch.strided else 'sparse '}{_name(dtype)} {list(shape)}"
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name(tensor.dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check(tensor: torch.Tensor) -> None:
