@@ -25,13 +25,15 @@ _ADVICE = "Every rank of a group has to call the same collectives in the same or
 class Agreement:
     """``failure`` is what broke the group, or None. ``is_announced`` says whether the others know it already."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
+        self._others = frozenset(range(size)) - {rank}
         self.number = 0
         self.failure: CollectiveError | None = None
         self.is_announced = False
         self._own: dict[int, str] = {}
         self._early: dict[int, list[tuple[int, str]]] = {}
+        self._heard: set[int] = set()  # who has stated the current number
         self._left: set[int] = set()
         self._order: deque[int] = deque()
 
@@ -45,6 +47,7 @@ class Agreement:
         self._order.append(self.number)
         if len(self._order) > _KEPT:
             del self._own[self._order.popleft()]
+        self._heard.clear()
         for rank, theirs in self._early.pop(self.number, ()):
             self.hear(rank, self.number, theirs)
         if self.failure is not None:
@@ -55,7 +58,10 @@ class Agreement:
         """Another rank has stated something."""
         if number > self.number:
             self._early.setdefault(number, []).append((rank, statement))
-        elif self._own.get(number, statement) != statement:
+            return
+        if number == self.number:
+            self._heard.add(rank)
+        if self._own.get(number, statement) != statement:
             self._fail(
                 CollectiveMismatchError(
                     f"Rank {self.rank} called {self._own[number]}, and rank {rank} called {statement}, as collective "
@@ -86,8 +92,9 @@ class Agreement:
         self._fail(error(text if mismatch else f"Rank {rank} gave up: {text}"))
         self.is_announced = True
 
-    def give_up(self, missing: Collection[int], seconds: float) -> None:
-        """Time is up, and these have not come."""
+    def give_up(self, awaited: Collection[int], seconds: float) -> None:
+        """Time is up, and these were waited for. If they have come, they wait for somebody else."""
+        missing = awaited if self._heard.isdisjoint(awaited) else (self._others - self._heard or awaited)
         who = f"rank {min(missing)}" if len(missing) == 1 else f"ranks {', '.join(map(str, sorted(missing)))}"
         self._fail(
             CollectiveTimeoutError(

@@ -21,7 +21,6 @@ import torch
 
 from farprop.distributed.native.calls import Call
 from farprop.distributed.native.standing import Standing
-from farprop.errors import CollectiveError
 from farprop.transport.memory import Mapping
 
 CAN_SHARE = platform.machine() in ("x86_64", "AMD64") and hasattr(os, "eventfd")
@@ -127,7 +126,7 @@ class Commons:
             if said[: len(own)] != own:
                 number, _, text = bytes(said).split(b"\0")[0].decode().partition(" ")
                 self._standing.hear(self.ranks[place], int(number), text)
-                raise self._standing.failure or CollectiveError("Statements differ, and agree.")
+                self._standing.check([], call)
 
     # Steps
 

@@ -19,9 +19,11 @@ class Kind(IntEnum):
     """Of ``send``; the key is the tag, the text the dtype."""
     PART = 2
     """Of a collective; the key is its number, the text its statement."""
-    BROKEN = 3
+    STATED = 3
+    """What the sender waits in; number and statement, as for a part."""
+    BROKEN = 4
     """The group is broken; the text says why."""
-    GOODBYE = 4
+    GOODBYE = 5
     """Nothing comes after it."""
 
 

@@ -72,6 +72,7 @@ def join(store: dist.Store, rank: int, size: int, settings: Settings, timeout: f
         if rank == 0:
             secret.remove_file()  # all have read it
     except BaseException:
+        secret.remove_file()
         for listener in listeners:
             listener.close()
         raise

@@ -20,6 +20,7 @@ from farprop.distributed.reduction import Reduction
 
 # From so many bytes on, each host reduces a share; below, the fewest messages are what counts.
 _LARGE = 64 * 1024
+_PATIENCE = 0.1
 
 
 class _Steps:
@@ -51,6 +52,9 @@ class _Steps:
 
     def _wait(self, arrival: _Arrival, source: int) -> None:
         call, rank = self._call, self._ranks[source]
+        if not arrival.ended.wait(_PATIENCE):
+            # Perhaps it does something else, and waits for us. And when time is up, the others have to know who came.
+            self._mesh.tell(Kind.STATED, call.statement, _PATIENCE, call.number)
         while not arrival.ended.wait(max(0.0, call.deadline - time.monotonic())):
             self._mesh.standing.check([rank], call)
         if arrival.error is not None:

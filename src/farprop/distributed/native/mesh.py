@@ -32,7 +32,7 @@ class Mesh:
         self, rank: int, peers: Mapping[int, socket.socket], max_length: int, on_news: Callable[[], None]
     ) -> None:
         self.rank = rank
-        self.standing = Standing(rank, self._on_failure)
+        self.standing = Standing(rank, len(peers) + 1, self._on_failure)
         self.inbox = Inbox()
         self._on_news = on_news
         self._locks = {peer: threading.Lock() for peer in peers}
@@ -101,12 +101,12 @@ class Mesh:
     def _lost(self, peer: int) -> RankLostError:
         return RankLostError(f"Rank {self.rank} can't reach rank {peer}: {self._gone[peer]}.")
 
-    def tell(self, kind: Kind, text: str, seconds: float) -> None:
+    def tell(self, kind: Kind, text: str, seconds: float, key: int = 0) -> None:
         """A word to everybody who can still hear it."""
         for peer in self._sockets:
             if peer not in self._gone:
                 try:
-                    self.send(peer, kind, 0, text, memoryview(b""), time.monotonic() + seconds)
+                    self.send(peer, kind, key, text, memoryview(b""), time.monotonic() + seconds)
                 except CollectiveError as error:
                     _log.info("rank %d could not be told: %s", peer, error)
 
@@ -224,12 +224,12 @@ class _Reader:
         else:
             kind, _, key, length = self._fields
             text = self._text.decode(errors="replace")
-            if kind in (Kind.BROKEN, Kind.GOODBYE):
+            if kind in (Kind.PART, Kind.STATED):
+                self._mesh.standing.hear(self._peer, key, text)
+            if kind not in (Kind.PART, Kind.MESSAGE):
                 self._mesh.handle(self._peer, kind, text)
                 self._begin()
                 return kind != Kind.GOODBYE
-            if kind == Kind.PART:
-                self._mesh.standing.hear(self._peer, key, text)
             self._letter = Letter(kind, self._peer, key, text, length)
             self._mesh.inbox.open(self._letter)
             assert self._letter.room is not None

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from farprop.distributed.work import NO_TIMEOUT, Work
+from farprop.errors import without_frames
 
 Job = Callable[[], None]
 
@@ -69,7 +70,7 @@ class Order:
         try:
             job()
         except Exception as error:
-            work.fail(error)
+            work.fail(without_frames(error))
         else:
             work.complete(outputs)
         finally:

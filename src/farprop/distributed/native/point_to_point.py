@@ -12,7 +12,7 @@ from farprop.distributed.native.inbox import Receipt
 from farprop.distributed.native.mesh import Mesh
 from farprop.distributed.native.tensors import check, dtype_name, put_back
 from farprop.distributed.work import NO_TIMEOUT, Work, completed
-from farprop.errors import CollectiveTimeoutError
+from farprop.errors import CollectiveTimeoutError, renewed
 
 
 def send(mesh: Mesh, tensor: torch.Tensor, to: int, tag: int, timeout: timedelta) -> Work:
@@ -57,7 +57,7 @@ class _Receiving(Work):
                 f"{self._receipt.key}."
             )
             self._mesh.inbox.give_up(self._receipt, error)
-            raise error from None
+            raise renewed(error) from None
 
     def _source_rank(self) -> int:
         return -1 if self._receipt.source is None else self._receipt.source

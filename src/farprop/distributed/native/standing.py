@@ -18,8 +18,8 @@ class Standing:
     have to be told.
     """
 
-    def __init__(self, rank: int, on_failure: Callable[[CollectiveError, bool], None]) -> None:
-        self._agreement = Agreement(rank)
+    def __init__(self, rank: int, size: int, on_failure: Callable[[CollectiveError, bool], None]) -> None:
+        self._agreement = Agreement(rank, size)
         self._on_failure = on_failure
         self._lock = threading.Lock()
 

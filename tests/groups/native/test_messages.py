@@ -1,0 +1,109 @@
+"""``send`` and ``recv`` on the backend farprop."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from farprop.errors import CollectiveError, CollectiveTimeoutError
+from tests.groups.kinds import default_group
+from tests.groups.native.places import environment
+from tests.support.workers import run_workers
+
+PLACE = pytest.mark.parametrize("place", ["one", "tcp"])
+
+
+def messages(rank: int, size: int) -> None:
+    with default_group("farprop", rank, size) as group:
+        # Tags keep messages apart; those of one tag come in order.
+        if rank == 0:
+            for value, tag in ((1, 5), (2, 6), (3, 5)):
+                dist.send(torch.full((3,), float(value)), 1, tag=tag)
+        elif rank == 1:
+            x = torch.zeros(3)
+            for value, tag in ((2, 6), (1, 5), (3, 5)):
+                dist.recv(x, 0, tag=tag)
+                assert x.equal(torch.full((3,), float(value)))
+
+        # From whoever sends first.
+        x = torch.zeros(2, 2).t()
+        if rank == 0:
+            sources = [dist.recv(x, tag=9) for _ in range(size - 1)]
+            assert sorted(sources) == list(range(1, size))
+        else:
+            dist.send(torch.full((2, 2), float(rank)), 0, tag=9)
+
+        # More than the system holds, in both directions at once, and in one receive that was posted early.
+        count = 3_000_000
+        partner = (rank + 1) % size, (rank - 1) % size
+        x = torch.zeros(count)
+        receive = dist.irecv(x, partner[1])
+        dist.send(torch.full((count,), float(rank)), partner[0])
+        receive.wait()
+        assert receive.is_completed()
+        assert x.equal(torch.full((count,), float(partner[1])))
+        dist.send(torch.full((count,), float(rank)), partner[0])
+        dist.recv(x, partner[1])
+
+        requests = [dist.P2POp(dist.isend, torch.full((1,), float(rank)), partner[0])]
+        requests.append(dist.P2POp(dist.irecv, one := torch.zeros(1), partner[1]))
+        for request in dist.batch_isend_irecv(requests):
+            request.wait()
+        assert one.item() == partner[1]
+        empty = torch.zeros(0)
+        dist.send(empty, partner[0])
+        dist.recv(empty, partner[1])
+
+        objects = [{"rank": rank}]
+        if rank == 0:
+            dist.send_object_list(objects, 1)
+        elif rank == 1:
+            dist.recv_object_list(objects, 0)
+            assert objects == [{"rank": 0}]
+        group.monitored_barrier(timedelta(seconds=30))
+
+
+@PLACE
+def test_messages(place):
+    run_workers(messages, 3, (3,), environment(place, 3))
+
+
+def unfit(rank: int, size: int) -> None:
+    with default_group("farprop", rank, size):
+        if rank == 0:
+            dist.send(torch.ones(3), 1)
+            dist.send(torch.ones(2, dtype=torch.int32), 1)
+            dist.send(torch.ones(2), 1)
+        else:
+            x = torch.zeros(2)
+            with pytest.raises(CollectiveError, match="Rank 0 sends 12 bytes where 8 are received"):
+                dist.recv(x, 0)
+            with pytest.raises(CollectiveError, match="a tensor of int32 where one of float32"):
+                dist.recv(x, 0)
+            # What did not fit is gone, and nothing else is.
+            dist.recv(x, 0)
+            assert x.equal(torch.ones(2))
+        dist.barrier()
+
+
+@PLACE
+def test_messages_that_do_not_fit(place):
+    run_workers(unfit, 2, (2,), environment(place, 2))
+
+
+def nobody_sends(rank: int, size: int) -> None:
+    with default_group("farprop", rank, size) as group:
+        if rank == 0:
+            x = torch.zeros(1)
+            with pytest.raises(CollectiveTimeoutError, match=r"waited 0.2 s to receive from rank 1, with tag 3"):
+                group.recv([x], 1, 3).wait(timedelta(seconds=0.2))
+            with pytest.raises(CollectiveTimeoutError, match="Ranks 1 did not come"):
+                group.monitored_barrier(timedelta(seconds=0.2))
+        dist.barrier()
+
+
+def test_nobody_sends():
+    run_workers(nobody_sends, 2, (2,))
