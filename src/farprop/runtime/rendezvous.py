@@ -26,8 +26,17 @@ def job_of(store: dist.Store) -> str:
     return _value(store, "job", secrets.token_hex(16))
 
 
-def meet(store: dist.Store, own: Entry, timeout: float) -> list[Entry]:
-    """Join a static group; returns its workers by rank. Raises on every worker if the group can't be."""
+def meet(
+    store: dist.Store,
+    own: Entry,
+    timeout: float,
+    call: str = "init_rpc",
+    more_time: str = "a larger rpc_timeout in the options",
+) -> list[Entry]:
+    """Join a static group; returns its workers by rank. Raises on every worker if the group can't be.
+
+    ``call`` is what everybody calls to come here, and ``more_time`` what makes it wait longer: for the error.
+    """
     if _value(store, "kind", "static") != "static":
         raise RendezvousError(f"{MIXED} Pass world_size on all workers or on none.")
     _claim(store, f"claim/{own.rank}", own, f"Rank {own.rank} is taken already")
@@ -41,10 +50,10 @@ def meet(store: dist.Store, own: Entry, timeout: float) -> list[Entry]:
             entries += [Entry.from_json(store.get(key)) for key in keys]
             problem = judge(entries)
         else:
-            problem = _missing(store, own.world_size, timeout)
+            problem = _missing(store, own.world_size, timeout, call, more_time)
         store.set("verdict", verdict_to_json(entries, problem))
     elif not _await(lambda: store.check(["verdict"]), deadline + 1.0):
-        raise RendezvousError(_missing(store, own.world_size, timeout))
+        raise RendezvousError(_missing(store, own.world_size, timeout, call, more_time))
     try:
         return verdict_from_json(store.get("verdict"))
     finally:
@@ -105,15 +114,15 @@ def _claim(store: dist.Store, key: str, own: Entry, taken: str) -> None:
         raise RendezvousError(f"{taken} {who}. Give each worker its own name and rank.")
 
 
-def _missing(store: dist.Store, world_size: int, timeout: float) -> str:
+def _missing(store: dist.Store, world_size: int, timeout: float, call: str, more_time: str) -> str:
     absent = [rank for rank in range(world_size) if not store.check([f"worker/{rank}"])]
     if not absent:
         return f"All {world_size} workers came, but rank 0 did not answer within {timeout:.0f} s."
     ranks = ", ".join(map(str, absent))
     who = f"Rank {ranks} of {world_size} has" if len(absent) == 1 else f"Ranks {ranks} of {world_size} have"
     return (
-        f"{who} not called init_rpc within {timeout:.0f} s. Start all workers with the same init_method and "
-        "world_size; a larger rpc_timeout in the options waits longer."
+        f"{who} not called {call} within {timeout:.0f} s. Start all workers with the same init_method and "
+        f"world_size; {more_time} waits longer."
     )
 
 

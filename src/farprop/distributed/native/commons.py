@@ -32,6 +32,7 @@ _STATEMENT = 1024
 # Waking a sleeping process takes longer than looking a few times. Each look offers the processor to somebody else. If
 # somebody takes it that costs as much as sleeping, so ranks that don't have a processor each look less often.
 _LOOKS, _FEW_LOOKS = 200, 20
+_WITHDRAWN = -1  # for the number of steps done
 
 
 def size_of(ranks: int) -> int:
@@ -104,6 +105,10 @@ class Commons:
         self._step(call)
         self._compare(call, (self._steps - 1) % SLOTS)
 
+    def withdraw(self) -> None:
+        """This rank has failed. Nobody who comes later may take what it wrote for its part."""
+        self._done[self.place] = _WITHDRAWN
+
     def wake(self) -> None:
         """Have this rank look again whether it has to wait. Any thread may call it."""
         os.eventfd_write(self._bells[self.place], 1)
@@ -157,7 +162,9 @@ class Commons:
             with self._fence:
                 pass
             while self._missing():
-                missing = [self.ranks[place] for place in self._others if self._done[place] < self._steps]
+                # Who has withdrawn will say so; whoever has not come is to blame.
+                late = [place for place in self._others if _WITHDRAWN < self._done[place] < self._steps]
+                missing = [self.ranks[place] for place in late or self._others]
                 self._standing.check(missing, call)
                 self._poll.poll(max(1.0, (call.deadline - time.monotonic()) * 1000))
                 try:

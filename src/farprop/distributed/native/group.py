@@ -189,6 +189,8 @@ class NativeProcessGroup(ProcessGroup):
             action.act(call)
         except BaseException as error:
             # The others would wait for what this rank does not do any more.
+            if self._commons is not None:
+                self._commons.withdraw()
             self._mesh.standing.stumble(error)
             raise
 

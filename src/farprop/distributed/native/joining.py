@@ -68,7 +68,7 @@ def join(store: dist.Store, rank: int, size: int, settings: Settings, timeout: f
             fingerprint=secret.fingerprint,
             own_secret=secret.file is not None,
         )
-        entries = rendezvous.meet(store, own, timeout)
+        entries = rendezvous.meet(store, own, timeout, "init_process_group or new_group", "a larger timeout")
         if rank == 0:
             secret.remove_file()  # all have read it
     except BaseException:
