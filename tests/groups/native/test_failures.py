@@ -221,6 +221,40 @@ def test_ranks_that_share_no_secret():
     run_workers(different_secrets, 2, (2,), [{"FARPROP_SECRET": "a" * 32}, {"FARPROP_SECRET": "b" * 32}], check=False)
 
 
+def destroyed_early(rank: int, size: int) -> None:
+    store = job_store(rank, size)
+    dist.init_process_group("farprop", store=store, rank=rank, world_size=size)
+    dist.barrier()
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        dist.destroy_process_group()
+        assert "destroyed before it was done" in str(error_of(work.wait))
+        store.set("destroyed", "")
+        store.wait(["told"])
+    else:
+        store.wait(["destroyed"])
+        assert "Rank 0 gave up" in str(error_of(dist.all_reduce, torch.ones(1)))
+        store.set("told", "")
+        dist.destroy_process_group()
+
+
+@PLACE
+def test_a_group_that_is_destroyed_too_early(place):
+    run_workers(destroyed_early, 2, (2,), environment(place, 2))
+
+
+def ends_without_a_word(rank: int, size: int) -> None:
+    dist.init_process_group("farprop", store=job_store(rank, size), rank=rank, world_size=size)
+    for _ in range(20):
+        dist.all_reduce(torch.ones(3))
+    dist.all_reduce(torch.ones(3))
+
+
+@pytest.mark.parametrize("place", ["one", "tcp"])
+def test_programs_that_just_end(place):
+    run_workers(ends_without_a_word, 3, (3,), environment(place, 3), check=False, full_exit=True)
+
+
 def threads_end(rank: int, size: int) -> None:
     before = threading.active_count()
     with default_group("farprop", rank, size):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from farprop.distributed.reduction import Reduction
 from farprop.distributed.work import Work
 from farprop.errors import UsageError
 
+_LONGEST_WAIT = 7 * 24 * 3600.0  # systems can't count to timedelta.max
 _open_groups: weakref.WeakSet[NativeProcessGroup] = weakref.WeakSet()
 
 
@@ -51,6 +53,7 @@ class NativeProcessGroup(ProcessGroup):
         self._reductions: dict[Any, Reduction] = {}
         self._closing = threading.Lock()
         self._is_closed = False
+        self._pid = os.getpid()
         _open_groups.add(self)
 
     def getBackendName(self) -> str:  # noqa: N802
@@ -171,7 +174,7 @@ class NativeProcessGroup(ProcessGroup):
 
     def _start(self, opts: Any, actions: Sequence[Action], outputs: Sequence[torch.Tensor]) -> Work:
         self._check_open()
-        seconds = time_limit(opts, self.timeout).total_seconds()
+        seconds = min(time_limit(opts, self.timeout).total_seconds(), _LONGEST_WAIT)
 
         def job() -> None:
             for action in actions:
@@ -205,11 +208,13 @@ class NativeProcessGroup(ProcessGroup):
     # The end
 
     def shutdown(self) -> None:
-        """Called by ``destroy_process_group``. Works that are not done yet fail, unless all ranks take part in them."""
+        """Called by ``destroy_process_group``. Works that are not done yet fail, here and on the other ranks."""
         with self._closing:
             if self._is_closed:
                 return
             self._is_closed = True
+        if self._order.is_busy:
+            self._mesh.standing.stumble(UsageError("the group was destroyed before it was done"))
         self._order.close()
         self._mesh.close()
         if self._commons is not None:
@@ -217,11 +222,11 @@ class NativeProcessGroup(ProcessGroup):
 
     def leave(self) -> None:
         """Say goodbye, and nothing else: this process ends."""
-        if not self._is_closed:
+        if not self._is_closed and self._pid == os.getpid():  # a forked child is not of the group
             self._mesh.say_goodbye()
 
     def abort(self) -> None:
-        """Give up what is under way here, and have the other ranks give it up."""
+        """Have the other ranks give up, too, whatever they do."""
         self._mesh.standing.stumble(UsageError("the group was aborted"))
         self.shutdown()
 

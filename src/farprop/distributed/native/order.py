@@ -67,19 +67,27 @@ class Order:
                 self._change.wait()
             job, work, outputs = self._waiting.popleft()
             self._is_running = True
+        failure = None
         try:
             job()
         except Exception as error:
-            work.fail(without_frames(error))
-        else:
+            failure = without_frames(error)
+        # First this: whoever waits for the work may close the order next, and nothing is under way then.
+        with self._change:
+            self._is_running = False
+        if failure is None:
             work.complete(outputs)
-        finally:
-            with self._change:
-                self._is_running = False
+        else:
+            work.fail(failure)
         return True
 
+    @property
+    def is_busy(self) -> bool:
+        with self._change:
+            return self._is_running or bool(self._waiting)
+
     def close(self) -> None:
-        """Jobs that wait still run, or fail."""
+        """Jobs that wait still run; if they can't end, somebody has to make them fail."""
         with self._change:
             self._is_closed = True
             self._change.notify_all()
