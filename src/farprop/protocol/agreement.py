@@ -4,8 +4,8 @@ Each rank counts its collectives, and *states* what it calls with the number: ``
 object here is one rank's view of the group. Rules that hold:
 
 - Two ranks that state different things for one number break the group, whichever statement is heard first.
-- A rank that dies breaks it. One that leaves does not: others may still end what it took part in. But nobody can wait
-  for it, or begin something new.
+- A rank that dies breaks it. One that leaves does not: it may have done its part in what others have not even begun.
+  But nobody can wait for it.
 - The first thing that breaks a group is what every later call raises. A rank that found it out by itself tells the
   others; one that was told does not.
 """
@@ -39,9 +39,8 @@ class Agreement:
 
     def begin(self, statement: str) -> int:
         """This rank calls something: its number. Raises if the group is broken."""
-        error = self.blame(self._left)
-        if error is not None:
-            raise error
+        if self.failure is not None:
+            raise self.failure
         self.number += 1
         self._own[self.number] = statement
         self._order.append(self.number)
