@@ -52,7 +52,11 @@ class BackwardError(FarpropError):
     """A backward function or a hook raised during a distributed backward pass. The text says where and what."""
 
 
-class CollectiveTimeoutError(FarpropError, TimeoutError):
+class CollectiveError(FarpropError):
+    """A collective of a process group failed. The text says on which rank, and why."""
+
+
+class CollectiveTimeoutError(CollectiveError, TimeoutError):
     """A collective was not done in time: a rank has not called it, or is slow or gone."""
 
 
