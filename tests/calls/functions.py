@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 import time
 from typing import Any
@@ -52,6 +53,11 @@ def open_gate() -> None:
 def wait_for_gate() -> str:
     assert gate.wait(30)
     return "through"
+
+
+def interrupt_and_wait_for_gate(pid: int) -> str:
+    os.kill(pid, signal.SIGINT)
+    return wait_for_gate()
 
 
 def wait_for_gate_and_note(value: Any) -> None:

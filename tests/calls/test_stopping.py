@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import threading
 import time
 
@@ -164,9 +163,8 @@ def _interrupted(rank: int) -> str:
     if rank == 1:
         rpc.shutdown()
         return "served"
-    threading.Timer(0.2, os.kill, args=(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        rpc.rpc_sync("worker1", f.wait_for_gate)
+        rpc.rpc_sync("worker1", f.interrupt_and_wait_for_gate, args=(os.getpid(),))
     rpc.rpc_sync("worker1", f.open_gate)
     assert rpc.rpc_sync("worker1", f.add, args=(1,)) == 2
     rpc.shutdown()
