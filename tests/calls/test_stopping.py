@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import threading
 import time
 
@@ -164,7 +163,6 @@ def _interrupted(rank: int) -> str:
     if rank == 1:
         rpc.shutdown()
         return "served"
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts in the background
     with pytest.raises(KeyboardInterrupt):
         rpc.rpc_sync("worker1", f.interrupt_and_wait_for_gate, args=(os.getpid(),))
     rpc.rpc_sync("worker1", f.open_gate)
