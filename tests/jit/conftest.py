@@ -1,24 +1,7 @@
-"""Tests of compiled code share one job of three workers; after each, no worker has a context left."""
+"""Tests of compiled code share one job of three workers, as those of distributed autograd do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from tests.autograd.conftest import _shared, workers
 
-import pytest
-
-from tests.autograd.functions import no_contexts_left
-from tests.support.workers import Cluster, cluster
-
-
-@pytest.fixture(scope="package")
-def _shared() -> Iterator[Cluster]:
-    with cluster(3) as job:
-        yield job
-
-
-@pytest.fixture
-def workers(_shared: Cluster) -> Iterator[Cluster]:
-    """Workers 0, 1 and 2, with nothing left of the tests before."""
-    yield _shared
-    for rank in range(3):
-        _shared.run(rank, no_contexts_left)
+__all__ = ["_shared", "workers"]

@@ -8,6 +8,7 @@ from farprop.errors import ProtocolError
 from farprop.protocol.credit import NONE, WHOLE, Credit
 from farprop.protocol.pass_messages import PassHead, pack_head, unpack_head
 from farprop.protocol.passes import (
+    ALL,
     ROOTS,
     Action,
     Ended,
@@ -42,14 +43,14 @@ def _run(actions: list[Action]) -> Run:
 
 def test_a_pass_that_leads_nowhere_ends() -> None:
     machine = _machine(0, ({ROOTS}, []))
-    assert machine.ran(_run(machine.start())) == [Ended()]
+    assert machine.ran(_run(machine.come(ROOTS, ALL))) == [Ended()]
     assert machine.ended
     machine.validate()
 
 
 def test_what_a_run_leads_to_is_sent_with_shares_of_its_credit() -> None:
     machine = _machine(0, ({ROOTS}, [Target(1, 5), Target(2, 6)]))
-    first, second = machine.ran(_run(machine.start()))
+    first, second = machine.ran(_run(machine.come(ROOTS, ALL)))
     assert first == Send(Target(1, 5), Share(HALF, {}))
     assert second == Send(Target(2, 6), Share(HALF, {}))
     assert machine.returned(Share(HALF, {})) == []
@@ -81,7 +82,7 @@ def test_one_thing_runs_at_a_time() -> None:
 def test_those_who_are_blocked_after_a_release_are_released_too() -> None:
     """A worker may become blocked by what the release of another one leads to."""
     origin = _machine(0, ({ROOTS}, [Target(1, 5)]))
-    (sent,) = origin.ran(_run(origin.start()))
+    (sent,) = origin.ran(_run(origin.come(ROOTS, ALL)))
     assert isinstance(sent, Send)
     first = _machine(1, ({5}, []), ({6}, []), ({5, 6}, [Target(2, 7)]))
     (back,) = first.ran(_run(first.come(5, sent.share)))
@@ -113,20 +114,20 @@ def test_what_nothing_leads_to_is_not_run_by_a_release() -> None:
 
 def test_a_fast_pass_waits_for_every_send() -> None:
     origin = _machine(0, ({ROOTS}, []), ({4}, []), fast=True)
-    assert origin.ran(_run(origin.start())) == [Stuck((0,))]
+    assert origin.ran(_run(origin.come(ROOTS, ALL))) == [Stuck((0,))]
     assert origin.missing == {4}
 
 
 def test_the_newest_status_counts_whatever_comes_last() -> None:
     origin = _machine(0, ({ROOTS}, [Target(1, 5), Target(1, 6)]))
-    origin.ran(_run(origin.start()))
+    origin.ran(_run(origin.come(ROOTS, ALL)))
     assert origin.returned(Share(HALF, {1: (2, False)})) == []
     assert origin.returned(Share(HALF, {1: (1, True)})) == [Ended()]
 
 
 def test_after_a_failure_nothing_is_wanted() -> None:
     machine = _machine(0, ({ROOTS}, [Target(1, 5)]), ({4}, []))
-    run = _run(machine.start())
+    run = _run(machine.come(ROOTS, ALL))
     assert machine.fail()
     assert not machine.fail()
     assert machine.ran(run) == []
@@ -139,7 +140,7 @@ def test_after_a_failure_nothing_is_wanted() -> None:
 
 def test_a_pass_that_has_ended_does_not_fail() -> None:
     machine = _machine(0, ({ROOTS}, []))
-    machine.ran(_run(machine.start()))
+    machine.ran(_run(machine.come(ROOTS, ALL)))
     assert not machine.fail()
     assert not machine.failed
     machine.validate()

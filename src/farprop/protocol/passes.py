@@ -1,7 +1,8 @@
 """One backward pass, as one worker runs it. Rules that hold here:
 
 - A unit of the local graph runs once, when all of its sources have come, but for those that are known never to.
-- One thing runs at a time, so that what a unit waits for has been computed and not only come.
+- One thing runs at a time, so that what a unit waits for has been computed and not only come. Where no unit waits for
+  anything, sources may take the ``straight`` way, at the same time.
 - What a unit leads to is sent once. A pass ends when all credit is back at its origin and no worker is blocked.
 - After a failure nothing is run or sent any more.
 
@@ -151,12 +152,8 @@ class GradientPass:
 
     # At any worker
 
-    def start(self) -> list[Action]:
-        """At the origin: the roots are there."""
-        return self.come(ROOTS, ALL)
-
     def come(self, source: int, share: Share) -> list[Action]:
-        """The gradients of a source came."""
+        """The gradients of a source came. At the origin the roots are the first of them, with ``ALL``."""
         if self.failed:
             return []
         if source not in self.sources or source in self._come:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from farprop.protocol.passes import (
+    ALL,
     ROOTS,
     Action,
     Ended,
@@ -48,7 +49,7 @@ class Local:
         story.locals[rank] = self
 
     def start(self) -> list[Action]:
-        return self._wanted(self.machine.failed, self.machine.start())
+        return self._wanted(self.machine.failed, self.machine.come(ROOTS, ALL))
 
     def straight(self, source: int, share: Share) -> Straight | None:
         """The short way, unless somebody looks on."""

@@ -24,7 +24,7 @@ Going = dict[Target, list[Gradient]]
 
 
 class LocalPass:
-    """``lock`` guards the machine; the graph runs outside of it, one run at a time."""
+    """``lock`` guards the machine. The graph runs outside of it: one run at a time, or sources that share nothing."""
 
     def __init__(
         self,

@@ -82,6 +82,7 @@ class Performer:
                 break
             message = self._message(local, targets[0], ALL, going.get(targets[0], ()))
             back = self._exchange(targets[0].worker, message, deadline)
+            # Unless it is one gradient message, with all the credit and nothing else.
             if len(back) < 4 or back[0] is not None or back[2] or len(back) != 4 + back[3]:
                 actions = self._take_answer(local, back)
                 break
@@ -132,10 +133,9 @@ class Performer:
         todo = deque(actions)
         while (todo or sends) and not local.machine.failed:
             if not todo:
-                send = sends.popleft()
-                # With all the credit in it, nothing else is under way anywhere, and no news can come meanwhile.
-                target, share = send
+                target, share = sends.popleft()
                 message = self._message(local, target, share, local.take_gradients(target))
+                # With all the credit in it, nothing else is under way anywhere, and no news can come meanwhile.
                 if waits and share.credit.is_whole:
                     todo.extend(self._take_answer(local, self._exchange(target.worker, message, deadline)))
                 else:
