@@ -80,6 +80,30 @@ def test_the_leak_report_says_what_and_whose(ignored: bool) -> None:
         assert found.groups() == ("tests.references.functions:Thing", str(line + 1))
 
 
+def _leak_found_late(rank: int) -> None:
+    other = _start(rank)
+    rref = rpc.remote(other, f.identity, args=(1,))
+    assert rref.to_here() == 1
+    report = rpc.api._report_leaks
+    rpc.api._ignore_rref_leak = False
+
+    def late(*args: Any) -> None:
+        if rank == 0:
+            wait_until(lambda: not owned())  # worker1 is gone by then, and its reference with it
+        report(*args)
+
+    with (
+        mock.patch.object(rpc.api, "_delete_all_user_and_unforked_owner_rrefs"),
+        mock.patch.object(rpc.api, "_report_leaks", late),
+        pytest.raises(RuntimeError, match="Leaking RRef"),
+    ):
+        rpc.shutdown()
+
+
+def test_a_leak_is_reported_also_when_whoever_held_it_is_gone_first() -> None:
+    run_workers(_leak_found_late, 2)
+
+
 def _after_the_end(rank: int) -> None:
     other = _start(rank)
     kept = rpc.remote(other, f.add, args=(1,))

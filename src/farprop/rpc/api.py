@@ -18,7 +18,7 @@ from farprop.protocol.quiescence import Quiescence, Report
 from farprop.protocol.references.records import UserReference
 from farprop.rpc import internal
 from farprop.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from farprop.rpc.inspection import live_references
+from farprop.rpc.inspection import LiveReference, live_references
 from farprop.rpc.internal import PythonUDF, RPCExecMode, _build_rpc_profiling_key, _internal_rpc_pickler
 from farprop.rpc.options import checked_timeout
 from farprop.rpc.rref import RRef, call_site
@@ -339,8 +339,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
                 _wait_all_workers(timeout)
                 _let_work_end(agent, timeout)  # which may still use references
                 _delete_all_user_and_unforked_owner_rrefs()
-                _wait_for_all_work(agent, timeout)
-                _report_leaks(agent)
+                _report_leaks(agent, _wait_for_all_work(agent, timeout))
             else:
                 _wait_for_own_work(agent, timeout)
                 agent.leave()
@@ -348,9 +347,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         _finalize_shutdown()
 
 
-def _report_leaks(agent: Agent) -> None:
+def _report_leaks(agent: Agent, leaks: list[LiveReference]) -> None:
     """Nobody should refer to values here any more. If somebody does, say which, and whose."""
-    leaks = [reference for reference in live_references() if reference.role == "owner"]
     if not leaks:
         return
     lines = "\n".join(f"  {leak}" for leak in leaks)
@@ -367,16 +365,21 @@ def _finalize_shutdown() -> None:
     agent.shutdown()
 
 
-def _wait_for_all_work(agent: Agent, timeout: float) -> None:
-    """Rounds of reports until all workers agree that nothing is left to do."""
+def _wait_for_all_work(agent: Agent, timeout: float) -> list[LiveReference]:
+    """Rounds of reports until all workers agree that nothing is left to do.
+
+    Returns which values of this worker others referred to at the end. It looks before the last round, because
+    after that the others leave, and what they held counts no more.
+    """
     deadline = time.monotonic() + timeout if timeout else 0.0
     machine = Quiescence()
     while True:
         _pause_until(lambda: agent.idle, 0.05)
         left = max(0.001, deadline - time.monotonic()) if deadline else 0.0
         report = Report(agent.requests_sent, agent.idle)
+        owned = [reference for reference in live_references() if reference.role == "owner"]
         if machine.round(_gather(report, None, left, SYSTEM)):
-            return
+            return owned
 
 
 def _let_work_end(agent: Agent, timeout: float) -> None:
