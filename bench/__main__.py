@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import floor_side, machine
-from bench.driver import ROOT, Child, Dormant, Pair, start, stop
+from bench.driver import ROOT, Child, Dormant, Pair, Ranks, start, stop
 from bench.load import one_busy_core
 from bench.report import comparison, floor_lines, to_json
 from bench.rounds import Job, alternate
@@ -71,12 +71,11 @@ def parse(arguments: list[str]) -> Plan:
     )
 
 
-def jobs_for(plan: Plan, pairs: Mapping[tuple[str, ...], Dormant], floor: Child) -> Iterable[Job]:
+def jobs_for(plan: Plan, processes: Mapping[tuple[str, ...], Dormant], floor: Child) -> Iterable[Job]:
     for kind in floor_side.KINDS:
         yield Job(kind, {"floor": (floor, kind)}, floor_side.SAMPLES, floor_side.WARMUP)
     for work in plan.works:
-        ours = pairs["ours", *_flat(work.env)]
-        sides = {"ours": (ours, work.name), "theirs": (pairs["theirs",], work.name)}
+        sides = {side: (processes[_key(side, work)], work.name) for side in ("ours", "theirs")}
         yield Job(work.name, sides, work.samples, work.warmup, work.calls)
 
 
@@ -85,17 +84,18 @@ def main() -> int:
     facts = machine.facts()
     print(machine.describe(facts))
     floor = Child("bench.floor_side")
-    pairs: dict[tuple[str, ...], Pair] = {("theirs",): Pair(PACKAGES[plan.theirs], {})}
+    sides: dict[tuple[str, ...], Pair | Ranks] = {}
     for work in plan.works:
-        key = ("ours", *_flat(work.env))
-        if key not in pairs:
-            pairs[key] = Pair(PACKAGES[plan.ours], work.env)
-    processes = [[floor], *(pair.children for pair in pairs.values())]
+        for side, name in (("ours", plan.ours), ("theirs", plan.theirs)):
+            package, key = PACKAGES[name], _key(side, work)
+            if key not in sides:
+                sides[key] = Ranks(package, work.ranks) if work.ranks else Pair(package, _env(side, work))
+    processes = [[floor], *(side.children for side in sides.values())]
     runs: dict[str, Any] = {}
     failed = False
     try:
         start(processes)
-        dormant = {key: Dormant(pair) for key, pair in pairs.items()}
+        dormant = {key: Dormant(side) for key, side in sides.items()}
         jobs = list(jobs_for(plan, dormant, floor))
         for condition in plan.conditions:
             # the burner is ours, and at work while we look
@@ -125,8 +125,13 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _flat(env: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(f"{key}={value}" for key, value in sorted(env.items()))
+def _key(side: str, work: Work) -> tuple[str, ...]:
+    """Works with the same one are done by the same processes."""
+    return side, str(work.ranks), *(f"{key}={value}" for key, value in sorted(_env(side, work).items()))
+
+
+def _env(side: str, work: Work) -> Mapping[str, str]:
+    return work.env if side == "ours" else {}
 
 
 def _positive(text: str) -> int:

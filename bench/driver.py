@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -60,12 +61,11 @@ class Child:
         return self.process.pid
 
     def wait_ready(self) -> None:
-        self._receive(START_SECONDS)
+        self.receive(START_SECONDS)
 
     def measure(self, work: str, samples: int, warmup: int, seconds: float) -> list[float]:
         """One round of up to `samples` and about `seconds`, in µs a sample."""
-        answer = self._ask({"work": work, "samples": samples, "warmup": warmup, "seconds": seconds})
-        return [float(sample) for sample in answer["us"]]
+        return _times(self._ask({"work": work, "samples": samples, "warmup": warmup, "seconds": seconds}))
 
     def repeat(self, work: str, count: int) -> None:
         """Do a work `count` times without keeping times."""
@@ -95,15 +95,18 @@ class Child:
         self.process.stdout.close()
 
     def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        self.send(command)
+        return self.receive(self.patience)
+
+    def send(self, command: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(command) + "\n")
             self.process.stdin.flush()
         except OSError as error:
             raise BenchError(f"{self.name} is gone") from error
-        return self._receive(self.patience)
 
-    def _receive(self, patience: float) -> dict[str, Any]:
+    def receive(self, patience: float) -> dict[str, Any]:
         stdout = self.process.stdout
         assert stdout is not None
         # a reply is one line written at once, so readability means a whole line
@@ -119,6 +122,10 @@ class Child:
         return answer
 
 
+def _times(answer: dict[str, Any]) -> list[float]:
+    return [float(sample) for sample in answer["us"]]
+
+
 class Pair:
     """Two workers of one rpc package: w0 drives, w1 serves."""
 
@@ -129,26 +136,42 @@ class Pair:
         self.repeat = self.children[0].repeat
 
 
+class Ranks:
+    """A process group, whose ranks do everything together."""
+
+    def __init__(self, package: str, size: int) -> None:
+        port = str(free_port())
+        self.children = [Child("bench.group_side", package, str(rank), str(size), port) for rank in range(size)]
+
+    def measure(self, work: str, samples: int, warmup: int, seconds: float) -> list[float]:
+        """The times of rank 0. All do as many samples, so no rank may stop when its time is up."""
+        del seconds
+        for child in self.children:
+            child.send({"work": work, "samples": samples, "warmup": warmup, "seconds": math.inf})
+        first, *_ = [_times(child.receive(child.patience)) for child in self.children]
+        return first
+
+
 class Dormant:
-    """A pair that is frozen except while it measures.
+    """A pair or a group that is frozen except while it measures.
 
     Waiting is not enough: a thread of torch's (TP_SHM_reactor) polls without end in every idle worker, so an
     idle pair takes two cores from whoever is measured. Both sides are treated alike.
     """
 
-    def __init__(self, pair: Pair) -> None:
-        self.pair = pair
+    def __init__(self, processes: Pair | Ranks) -> None:
+        self._processes = processes
         self._each(Child.freeze)
 
     def measure(self, work: str, samples: int, warmup: int, seconds: float) -> list[float]:
         self._each(Child.thaw)
         try:
-            return self.pair.measure(work, samples, warmup, seconds)
+            return self._processes.measure(work, samples, warmup, seconds)
         finally:
             self._each(Child.freeze)
 
     def _each(self, action: Callable[[Child], None]) -> None:
-        for child in self.pair.children:
+        for child in self._processes.children:
             action(child)
 
 

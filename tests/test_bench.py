@@ -126,7 +126,7 @@ def test_report_says_what_was_reached_and_by_how_many_rounds() -> None:
     assert (failed["reached"], failed["errors"]) == (False, {"ours": "RuntimeError: lost"})
 
 
-def test_the_goals_are_those_of_the_issue() -> None:
+def test_the_goals_are_those_of_the_issues() -> None:
     assert {name: work.goal for name, work in WORKS.items()} == {
         "empty": 4,
         "add-operator": 3,
@@ -140,6 +140,10 @@ def test_the_goals_are_those_of_the_issue() -> None:
         "backward-8": 3,
         "backward-alone": 3,
         "script-add": 3,
+        **{f"all-reduce-4KB-{ranks}": 2 for ranks in (2, 4)},
+        **{f"all-reduce-{size}-{ranks}": 3 for size in ("1MB", "25MB", "100MB") for ranks in (2, 4)},
+        "ddp": 1.3,
+        "ddp-gloo": 1,
     }
 
 

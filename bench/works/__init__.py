@@ -1,7 +1,7 @@
 """What is measured. One file a family; a file registers its works with `@work` and is imported at the end.
 
-A work's function gets the side's `Api` and the name of the other worker, and returns a function that does one
-sample. It checks one result first, so that a wrong answer is never timed.
+A work's function gets the side's `Api` and the name of the other worker, if there is one, and returns a function
+that does one sample. It checks one result first, so that a wrong answer is never timed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
+
+import torch.distributed as dist
+from torch.nn import Module
 
 Sample = Callable[[], object]
 
@@ -28,6 +31,21 @@ class Api:
     @cached_property
     def autograd(self) -> ModuleType:
         return importlib.import_module(f"{self.package}.autograd")
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup | None:
+        """All ranks, on farprop's backend or on Gloo."""
+        if self.package != "farprop":
+            return None
+        importlib.import_module("farprop.distributed")  # registers the backend
+        made: dist.ProcessGroup = dist.new_group(backend="farprop")
+        return made
+
+    @cached_property
+    def data_parallel(self) -> type[Module]:
+        package = "farprop" if self.package == "farprop" else "torch"
+        found: type[Module] = importlib.import_module(f"{package}.nn.parallel").DistributedDataParallel
+        return found
 
 
 @dataclass(frozen=True)
@@ -49,6 +67,8 @@ class Work:
     """For farprop's processes; works with another environment get a pair of their own."""
     floor: str = ""
     """The bare ping-pong to compare with, if any."""
+    ranks: int = 0
+    """It is done by a process group of so many, not by a pair of workers."""
 
 
 WORKS: dict[str, Work] = {}
@@ -64,18 +84,19 @@ def work(
     calls: int = 1,
     env: Mapping[str, str] | None = None,
     floor: str = "",
+    ranks: int = 0,
 ) -> Callable[[Callable[[Api, str], Sample]], Callable[[Api, str], Sample]]:
     """Register the decorated function as a work."""
 
     def register(prepare: Callable[[Api, str], Sample]) -> Callable[[Api, str], Sample]:
         if name in WORKS:
             raise ValueError(f"two works are named {name!r}")
-        WORKS[name] = Work(name, label, goal, prepare, samples, warmup, calls, env or {}, floor)
+        WORKS[name] = Work(name, label, goal, prepare, samples, warmup, calls, env or {}, floor, ranks)
         return prepare
 
     return register
 
 
 # The order of these is the order of the table.
-for _family in ("calls", "echo", "tcp", "references", "autograd", "script"):
+for _family in ("calls", "echo", "tcp", "references", "autograd", "script", "groups"):
     importlib.import_module(f"{__name__}.{_family}")

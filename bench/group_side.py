@@ -1,0 +1,34 @@
+"""One rank of a process group: `python -m bench.group_side PACKAGE RANK SIZE PORT`."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+from bench.channel import Sample, die_with_parent, serve, take_stdout
+
+
+def main(package: str, rank: int, size: int, port: int) -> None:
+    die_with_parent()
+    reply_fd = take_stdout()
+    import torch
+    import torch.distributed as dist
+
+    from bench.works import WORKS, Api
+
+    torch.set_num_threads(1)
+    # the bias of torch's first backward pass, which has nothing to do with us
+    warnings.filterwarnings("ignore", category=UserWarning)
+    api = Api(package)
+    # Gloo on both sides: farprop's DistributedDataParallel is measured on it too.
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+
+    def prepare(name: str) -> Sample:
+        return WORKS[name].prepare(api, "")
+
+    serve(prepare, reply_fd)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))
