@@ -64,7 +64,7 @@ def test_fsdp2():
 
 def premultiplied(rank: int, size: int) -> None:
     with default_group("farprop", rank, size):
-        for count in (5, 100_000):  # everybody reduces all of it, or a share
+        for count in (5, 100_000, COUNT):  # everybody reduces all of it, or a share; or it goes along the ranks
             x = every_group.mine(rank, count)
             dist.all_reduce(x, dist._make_nccl_premul_sum(0.5))
             right = sum(every_group.mine(other, count) for other in range(size)) / 2
@@ -96,6 +96,10 @@ def large(rank: int, size: int) -> None:
         x = own.clone()
         dist.all_reduce(x)
         assert x.equal(total)
+        much = [numbers(other, 2 * COUNT) for other in range(size)]
+        x = much[rank].clone()
+        dist.all_reduce(x, dist.ReduceOp.AVG)
+        assert x.equal(sum(much) / size)
         x = own.clone()
         dist.reduce(x, last)
         assert x.equal(total if rank == last else own)

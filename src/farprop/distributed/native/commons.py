@@ -25,13 +25,14 @@ from farprop.transport.memory import Mapping
 
 CAN_SHARE = platform.machine() in ("x86_64", "AMD64") and hasattr(os, "eventfd")
 SLOTS = 3
-SLOT_BYTES = 2 << 20
+SLOT_BYTES = 1 << 20
 _LINE = 64  # bytes that processors move between them; whoever writes to a line has it to itself
 _PAGE = 4096
 _STATEMENT = 1024
 # Waking a sleeping process takes longer than looking a few times. Each look offers the processor to somebody else. If
 # somebody takes it that costs as much as sleeping, so ranks that don't have a processor each look less often.
 _LOOKS, _FEW_LOOKS = 200, 20
+Stage = Callable[[int, list[torch.Tensor]], None]
 _WITHDRAWN = -1  # for the number of steps done
 
 
@@ -82,17 +83,21 @@ class Commons:
         start = self.size * 2 * _LINE + (place * SLOTS + slot) * _STATEMENT
         return whole[start : start + _STATEMENT]
 
-    def run(self, call: Call, chunks: int, *stages: Callable[[int, list[torch.Tensor]], None]) -> None:
+    def run(self, call: Call, chunks: int, *stages: Stage | None) -> None:
         """Work on chunks in stages, a step after each other: while one is written, the one before it is read.
 
-        A stage is called with the number of a chunk, and the slots of all ranks for it.
+        A stage is called with the number of a chunk, and the slots of all ranks for it. They are those of the chunk
+        for three stages; if there are more, it is up to the caller that chunks don't get into each other's way.
+        Stages in which this rank has nothing to do are None.
         """
         self._state(call)
         first = self._steps
         last = chunks + len(stages) - 2
+        if len(stages) > SLOTS and len(stages) % SLOTS == 1:
+            last += 1  # or what is written next would be where some still read the last chunk
         for number in range(last + 1):
             for stage, work in enumerate(stages):
-                if 0 <= number - stage < chunks:
+                if work is not None and 0 <= number - stage < chunks:
                     work(number - stage, self._slots[(first + number - stage) % SLOTS])
             if number < last:
                 self._step(call)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from farprop.distributed.native.calls import Call
-from farprop.distributed.native.commons import SLOT_BYTES, Commons
+from farprop.distributed.native.commons import SLOT_BYTES, SLOTS, Commons, Stage
 from farprop.distributed.native.kernels import combine
 from farprop.distributed.reduction import Reduction
 from farprop.errors import UsageError
@@ -32,7 +32,9 @@ class OneHost:
 
     def allreduce(self, call: Call, tensor: torch.Tensor, reduction: Reduction) -> None:
         chunks = _chunks(tensor, SLOT_BYTES)
-        if tensor.nbytes <= _SMALL or self.size == 2:
+        if len(chunks) >= self.size:
+            self._reduce_along(call, chunks, reduction)
+        elif tensor.nbytes <= _SMALL or self.size == 2:
             self._reduce_alone(call, chunks, reduction, is_mine=True)
         else:
             self._reduce_in_shares(call, chunks, reduction)
@@ -79,6 +81,33 @@ class OneHost:
                 chunk[start:end].copy_(self._share(slot, chunk)[start:end])
 
         self._commons.run(call, len(chunks), write, work, read)
+
+    def _reduce_along(self, call: Call, chunks: Sequence[torch.Tensor], reduction: Reduction) -> None:
+        """A chunk goes along the ranks: each adds its own to it in one slot. At the end all read it.
+
+        That touches the least memory. But the first chunk takes as many steps as there are ranks, so there have to be
+        many.
+        """
+
+        def place_of(number: int, slots: list[torch.Tensor]) -> torch.Tensor:
+            # Those whose slots are at the same place have long been read by then.
+            return self._share(slots[number // SLOTS % self.size], chunks[number])
+
+        def add(number: int, slots: list[torch.Tensor]) -> None:
+            chunk, total = chunks[number], place_of(number, slots)
+            reduction.begin(chunk)
+            if self.rank == 0:
+                total.copy_(chunk)
+            else:
+                reduction.add(total, chunk)
+            if self.rank == self.size - 1:
+                reduction.end(total)
+
+        def read(number: int, slots: list[torch.Tensor]) -> None:
+            chunks[number].copy_(place_of(number, slots))
+
+        others_turns: list[Stage | None] = [None] * (self.size - 1)
+        self._commons.run(call, len(chunks), *others_turns[: self.rank], add, *others_turns[self.rank :], read)
 
     def _bounds(self, chunk: torch.Tensor, place: int) -> tuple[int, int]:
         length = -(-chunk.numel() // self.size)
