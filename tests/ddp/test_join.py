@@ -23,7 +23,7 @@ def same_everywhere(module: nn.Module, size: int) -> bool:
 
 def uneven(rank: int, size: int, options: dict[str, Any], divides_by_all: bool) -> None:
     """Rank r has r inputs, so rank 0 has none."""
-    with default_group("gloo", rank, size):
+    with default_group("farprop", rank, size):
         make = Unused if options.get("find_unused_parameters") else Net
         ours, right = make(), make()
         ddp = DistributedDataParallel(ours, **options)
@@ -51,8 +51,9 @@ def uneven(rank: int, size: int, options: dict[str, Any], divides_by_all: bool) 
     [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.0001}, {"find_unused_parameters": True}],
     ids=["plain", "views", "small buckets", "unused"],
 )
-def test_uneven_inputs(options, divides_by_all):
-    run_workers(uneven, 3, (3, options, divides_by_all))
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_uneven_inputs(size, options, divides_by_all):
+    run_workers(uneven, size, (size, options, divides_by_all))
 
 
 def uneven_buffers(rank: int, size: int) -> None:
