@@ -17,7 +17,8 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 from tests.conformance import needs
-from tests.conformance.suites import Suite, die_with_parent
+from tests.conformance.ranks import die_with_parent
+from tests.conformance.suites import Suite
 
 PASSED, FAILED, SKIPPED, EXCLUDED = "passed", "failed", "skipped", "excluded"
 

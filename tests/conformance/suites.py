@@ -5,34 +5,44 @@ thread, so that tests can be forked from it, and their ranks from them: ``import
 """
 
 import ast
-import ctypes
 import gc
 import importlib
 import importlib.util
-import os
-import signal
 import sys
 import traceback
 import types
 import unittest
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-import torch.multiprocessing
+from typing import Any, Protocol
 
 from tests.conformance import placeholders
+from tests.conformance.collectives import CollectivesSuite
+from tests.conformance.ranks import fork_ranks
 
 _RPC_UTILS = "torch.testing._internal.distributed.rpc_utils"
 _IMPORT_ERROR = "_conformance_import_error"
 _FIXTURES = "torch.testing._internal.distributed.rpc"
 
 
+class Suite(Protocol):
+    """One of PyTorch's test classes."""
+
+    @property
+    def names(self) -> list[str]: ...
+
+    @property
+    def import_error(self) -> str | None:
+        """The traceback of the import of the class's module, if that failed."""
+
+    def build(self) -> type[unittest.TestCase]:
+        """The class to run. To be called in the process of the test."""
+
+
 @dataclass(frozen=True)
-class Suite:
-    """One of PyTorch's test classes, to be mixed with the fixture of an agent."""
+class RpcSuite:
+    """A class of tests of the RPC, to be mixed with the fixture of an agent."""
 
     tests: type
     fixture_module: str
@@ -44,11 +54,10 @@ class Suite:
 
     @property
     def import_error(self) -> str | None:
-        """The traceback of the import of the class's module, if that failed."""
         return getattr(self.tests, _IMPORT_ERROR, None)
 
     def build(self) -> type[unittest.TestCase]:
-        """The class to run. To be called in the process of the test.
+        """In the process of the test.
 
         The faulty agent's fixture registers a backend when it is imported, and that replaces the
         ``BackendType`` that other tests compare with. PyTorch, too, runs the faulty agent's tests apart.
@@ -56,7 +65,7 @@ class Suite:
         utils = importlib.import_module(_RPC_UTILS)
         fixture = getattr(importlib.import_module(self.fixture_module), self.fixture)
         (class_,) = utils.generate_tests("", fixture, [self.tests], __name__).values()
-        class_._spawn_processes = _fork_ranks
+        class_._spawn_processes = fork_ranks
         # A test that sends a method of its own class to another rank has it looked up here.
         globals()[class_.__name__] = class_
         built: type[unittest.TestCase] = class_
@@ -78,40 +87,19 @@ def load(on: str) -> tuple[dict[str, Suite], list[str]]:
     _stand_in_for_broken_modules()
     utils = importlib.import_module(_RPC_UTILS)
     importlib.import_module(_FIXTURES + ".tensorpipe_rpc_agent_test_fixture")
-    suites = {
-        tests.__name__: Suite(tests, f"{_FIXTURES}.{agent}_rpc_agent_test_fixture", fixture)
+    suites: dict[str, Suite] = {
+        tests.__name__: RpcSuite(tests, f"{_FIXTURES}.{agent}_rpc_agent_test_fixture", fixture)
         for agent, fixture, group in (
             ("tensorpipe", "TensorPipeRpcAgentTestFixture", utils.GENERIC_TESTS + utils.TENSORPIPE_TESTS),
             ("faulty", "FaultyRpcAgentTestFixture", utils.FAULTY_AGENT_TESTS),
         )
         for tests in group
     }
+    suites["DistributedTest"] = CollectivesSuite(on)
     # Keeps the collector off what is there now, so that its pages stay shared with the children.
     gc.collect()
     gc.freeze()
     return suites, filled
-
-
-def die_with_parent() -> None:
-    """Called first in each process, so that killing the runner, however hard, leaves no tests behind."""
-    parent_death_signal = 1
-    ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
-    # It may have died before we asked.
-    parent = torch.multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:
-        os._exit(1)
-
-
-def _fork_ranks(self: Any) -> None:
-    self._start_processes(_rank_process)
-
-
-def _rank_process(target: Callable[..., None], **options: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        die_with_parent()
-        target(*args, **kwargs)
-
-    return torch.multiprocessing.get_context("fork").Process(target=run, **options)
 
 
 def _stand_in_for_broken_modules() -> None:

@@ -1,0 +1,81 @@
+"""PyTorch's tests of process groups and DistributedDataParallel, on the backend ``farprop`` or on Gloo.
+
+They choose what to run by the name of the backend, mostly when their module is imported. So it is imported for Gloo,
+and what ran on Gloo then runs on farprop.
+"""
+
+import importlib
+import os
+import unittest
+from typing import Any
+
+from tests.conformance.ranks import fork_ranks
+
+_MODULE = "torch.testing._internal.distributed.distributed_test"
+_UTILS = "torch.testing._internal.common_distributed"
+# Enough for sub-groups with ranks outside of them, and for the tests that want exactly four, or an even number.
+_WORLD_SIZE = "4"
+
+
+class CollectivesSuite:
+    """``DistributedTest``, put together as PyTorch's ``test_distributed_spawn`` does."""
+
+    import_error = None
+
+    def __init__(self, on: str) -> None:
+        self._environment = {"BACKEND": "gloo", "WORLD_SIZE": _WORLD_SIZE, "MASTER_ADDR": "localhost"}
+        # The other suites' tests are not to see it.
+        before = dict(os.environ)
+        os.environ.update(self._environment)
+        _run_on_few_ranks()
+        self._module: Any = importlib.import_module(_MODULE)
+        os.environ.clear()
+        os.environ.update(before)
+        self._tests = self._module.DistributedTest._DistTestBase
+        _run_without_mpi(self._tests, self.names)
+        if on == "farprop":
+            self._module.BACKEND = _InGloosPlace("farprop")
+            self._environment["BACKEND"] = "farprop"
+            for supported in ("PROFILING_SUPPORTED_BACKENDS", "SEND_RECV_PROFILING_SUPPORTED_BACKENDS"):
+                getattr(self._module, supported).append("farprop")
+
+    @property
+    def names(self) -> list[str]:
+        return list(unittest.TestLoader().getTestCaseNames(self._tests))
+
+    def build(self) -> type[unittest.TestCase]:
+        """The class to run. To be called in the process of the test."""
+        os.environ.update(self._environment)
+        module = self._module
+
+        class DistributedTest(module.TestDistBackend, self._tests):  # type: ignore[misc, name-defined]
+            def setUp(self) -> None:
+                super().setUp()
+                # A rank that is spawned reads it when it imports the module.
+                module.INIT_METHOD = os.environ["INIT_METHOD"]
+                fork_ranks(self)
+
+        return DistributedTest
+
+
+class _InGloosPlace(str):
+    """The name of a backend for which tests do what they do for Gloo."""
+
+    def __eq__(self, other: object) -> bool:
+        return other == "gloo" or str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def _run_on_few_ranks() -> None:
+    """Tests of sub-groups are left out on less than eight ranks, because PyTorch's machines have few GPUs."""
+    utils: Any = importlib.import_module(_UTILS)
+    utils.skip_if_small_worldsize = lambda test: test
+
+
+def _run_without_mpi(tests: type, names: list[str]) -> None:
+    """Tests of ``all_to_all`` are for MPI alone. Gloo has learned it since."""
+    for name in names:
+        test = getattr(tests, name)
+        if getattr(test, "__unittest_skip_why__", "").startswith("Only MPI supports"):
+            del test.__unittest_skip__, test.__unittest_skip_why__
