@@ -131,6 +131,22 @@ def test_what_torch_took_from_its_rpc_is_farprops_after_install(tmp_path: Path) 
     run(str(script), cwd=tmp_path)
 
 
+@pytest.mark.parametrize("backend", ["farprop", "gloo"])
+def test_monitored_barriers_take_groups_in_python_too(tmp_path: Path, backend: str) -> None:
+    run_after_install(
+        f"""
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import monitored_barrier
+
+        dist.init_process_group("{backend}", store=dist.HashStore(), rank=0, world_size=1)
+        dist.monitored_barrier()
+        monitored_barrier(dist.group.WORLD, 5.0, wait_all_ranks=True)
+        dist.destroy_process_group()
+        """,
+        tmp_path,
+    )
+
+
 def test_optimizers_and_the_compiler_can_be_imported_after_install(tmp_path: Path) -> None:
     # Both import torch.distributed.nn, which takes private names from the RPC as it is imported.
     run_after_install(

@@ -57,17 +57,17 @@ def test_who_is_blamed_for_a_timeout():
     ours.begin("a")
     ours.give_up([1], 2.0)
     assert isinstance(ours.failure, CollectiveTimeoutError)
-    assert "waited 2 s for rank 1 in a" in str(ours.failure)
+    assert "timed out in a, collective 1 of the group, after a timeout of 2 s: it waited for rank 1." in str(ours.failure)
     ours = Agreement(0, 4)
     ours.begin("a")
     ours.hear(1, 1, "a")  # it came, so it waits for somebody else
     ours.give_up([1], 2.0)
-    assert "for ranks 2, 3 in a" in str(ours.failure)
+    assert "it waited for ranks 2, 3." in str(ours.failure)
     ours = Agreement(0, 2)
     ours.begin("a")
     ours.hear(1, 1, "a")
     ours.give_up([1], 2.0)
-    assert "for rank 1 in a" in str(ours.failure)
+    assert "it waited for rank 1." in str(ours.failure)
 
 
 def test_a_rank_that_leaves_is_not_a_dead_one():

@@ -20,6 +20,7 @@ import torch
 import torch.distributed
 import torch.futures
 
+from farprop.compat.barriers import monitored_barrier
 from farprop.compat.futures import wait_all
 
 __all__ = ["install"]
@@ -78,7 +79,8 @@ class _AliasFinder(importlib.abc.MetaPathFinder):
 def install() -> None:
     """Make ``torch.distributed.rpc``, ``autograd``, ``nn.RemoteModule`` and ``optim.DistributedOptimizer`` farprop's.
 
-    So is ``torch.nn.parallel.DistributedDataParallel``, and ``torch.futures.wait_all``. A second call does nothing.
+    So are ``torch.nn.parallel.DistributedDataParallel``, ``torch.futures.wait_all`` and
+    ``torch.distributed.monitored_barrier``. A second call does nothing.
     """
     global _installed
     with _lock:
@@ -96,6 +98,7 @@ def install() -> None:
         sys.meta_path.insert(0, _AliasFinder())
         _rebind(replaced)
         torch.futures.wait_all = wait_all
+        torch.distributed.monitored_barrier = torch.distributed.distributed_c10d.monitored_barrier = monitored_barrier
         # By its name: it is a layer above, and is there to change what torch.jit.script does.
         importlib.import_module("farprop.jit")
         _replace_class(torch.nn.parallel.DistributedDataParallel, "farprop.nn.parallel")

@@ -14,7 +14,7 @@ from farprop.distributed.arguments import as_list, as_lists, operation, pieces, 
 from farprop.distributed.reduction import Reduction
 from farprop.distributed.steps import Steps
 from farprop.distributed.work import Work, completed
-from farprop.errors import CollectiveTimeoutError, UsageError
+from farprop.errors import UsageError
 
 __all__ = ["ProcessGroup"]
 
@@ -197,29 +197,15 @@ class ProcessGroup(dist.ProcessGroup):
         """A barrier that names who has not come in time; ``wait_all_ranks`` to name all of them, and not the first.
 
         Only a group with ``send`` and ``recv`` can tell. ``torch.distributed.monitored_barrier`` takes Gloo groups
-        alone, so this is called on the group.
+        alone, so this is called on the group; under ``farprop.compat`` it takes this one, too.
         """
-        steps = Steps(self, "monitored_barrier", timeout or self.timeout)
-        if not self._has_messages:
+        # No time at all would mean no limit to those who wait.
+        limit = self.timeout if timeout is None else max(timeout, timedelta(milliseconds=1))
+        steps = Steps(self, "monitoredBarrier", limit)
+        if self._has_messages:
+            messages.monitored_barrier(steps, wait_all_ranks)
+        else:
             steps.allreduce(torch.zeros(1), dist.ReduceOp.SUM)
-            return
-        if self.rank() != 0:
-            steps.send(torch.zeros(1), 0)
-            steps.receive(torch.zeros(1), 0)
-            return
-        missing = []
-        for rank in range(1, self.size()):
-            try:
-                steps.receive(torch.zeros(1), rank)
-            except CollectiveTimeoutError:
-                missing.append(rank)
-                if not wait_all_ranks:
-                    break
-        if missing:
-            names = ", ".join(map(str, missing))
-            raise CollectiveTimeoutError(f"Ranks {names} did not come to the monitored barrier in time.")
-        for rank in range(1, self.size()):
-            steps.send(torch.zeros(1), rank)
 
     # Torch's older names of the same
 

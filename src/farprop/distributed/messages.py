@@ -11,6 +11,7 @@ import torch
 
 from farprop.distributed.reduction import Reduction
 from farprop.distributed.steps import Steps
+from farprop.errors import CollectiveError
 
 
 def broadcast(steps: Steps, tensor: torch.Tensor, root: int) -> None:
@@ -98,3 +99,31 @@ def reduce_scatter(steps: Steps, output: torch.Tensor, inputs: Sequence[torch.Te
         reduction.add(parts[0], part)
     reduction.end(parts[0])
     output.copy_(parts[0])
+
+
+def monitored_barrier(steps: Steps, wait_all_ranks: bool) -> None:
+    """Rank 0 waits for the others, and knows who has not come. Errors have the words that Gloo's users look for."""
+    if steps.rank != 0:
+        steps.send(torch.zeros(1), 0)
+        try:
+            steps.receive(torch.zeros(1), 0)
+        except CollectiveError as error:
+            raise type(error)(
+                f"Rank {steps.rank} successfully reached monitoredBarrier, but received errors while waiting for "
+                f"send/recv from rank 0: {error}"
+            ) from error
+        return
+    failures: dict[int, CollectiveError] = {}
+    for rank in range(1, steps.size):
+        try:
+            steps.receive(torch.zeros(1), rank)
+        except CollectiveError as error:
+            failures[rank] = error
+            if not wait_all_ranks:
+                break
+    if failures:
+        first = failures[min(failures)]
+        who = f"Rank{'s' if len(failures) > 1 else ''} {', '.join(map(str, failures))}"
+        raise type(first)(f"{who} failed to pass monitoredBarrier. {first}") from first
+    for rank in range(1, steps.size):
+        steps.send(torch.zeros(1), rank)

@@ -71,6 +71,6 @@ class Steps:
         except TimeoutError as error:
             cause = error
         raise CollectiveTimeoutError(
-            f"Rank {self.rank} waited {self._timeout.total_seconds():g} s for {whom} in {self._name}. "
+            f"Rank {self.rank} timed out in {self._name} after {self._timeout.total_seconds():g} s: it waited for {whom}. "
             "Every rank of a group has to call the same collectives in the same order."
         ) from cause

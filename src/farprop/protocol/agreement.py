@@ -97,8 +97,8 @@ class Agreement:
         who = f"rank {min(missing)}" if len(missing) == 1 else f"ranks {', '.join(map(str, sorted(missing)))}"
         self._fail(
             CollectiveTimeoutError(
-                f"Rank {self.rank} waited {seconds:g} s for {who} in {self._own.get(self.number)}, collective "
-                f"{self.number} of the group. {_ADVICE}"
+                f"Rank {self.rank} timed out in {self._own.get(self.number)}, collective {self.number} of the group, "
+                f"after a timeout of {seconds:g} s: it waited for {who}. {_ADVICE}"
             )
         )
 

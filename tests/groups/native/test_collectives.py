@@ -253,3 +253,21 @@ def subgroups(rank: int, size: int) -> None:
 @pytest.mark.parametrize("place", ["one", "two"])
 def test_subgroups(place):
     run_workers(subgroups, 4, (4,), environment(place, 4))
+
+
+def groups_of_halves(rank: int, size: int) -> None:
+    with default_group("farprop", rank, size):
+        half, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+        # Only the ranks of a half make these, so both halves give them the same name.
+        alone, parts = dist.new_subgroups(group_size=1, group=half)
+        again = dist.new_group(dist.get_process_group_ranks(half))
+        assert [part.size() for part in parts if part is alone] == [1]
+        x = torch.tensor([float(rank)])
+        dist.all_reduce(x, group=alone)
+        assert x.item() == rank
+        dist.all_reduce(x, group=again)
+        assert x.item() == (4 if rank % 2 else 2)
+
+
+def test_groups_that_halves_of_a_job_make():
+    run_workers(groups_of_halves, 4, (4,))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farprop.errors import CollectiveError, CollectiveTimeoutError
+from farprop.errors import CollectiveError, CollectiveTimeoutError, RankLostError
 from tests.groups.kinds import default_group
 from tests.groups.native.places import environment
 from tests.support.workers import run_workers
@@ -100,10 +100,35 @@ def nobody_sends(rank: int, size: int) -> None:
             x = torch.zeros(1)
             with pytest.raises(CollectiveTimeoutError, match=r"waited 0.2 s to receive from rank 1, with tag 3"):
                 group.recv([x], 1, 3).wait(timedelta(seconds=0.2))
-            with pytest.raises(CollectiveTimeoutError, match="Ranks 1 did not come"):
+            with pytest.raises(CollectiveTimeoutError, match="Rank 1 failed to pass monitoredBarrier"):
                 group.monitored_barrier(timedelta(seconds=0.2))
         dist.barrier()
 
 
 def test_nobody_sends():
     run_workers(nobody_sends, 2, (2,))
+
+
+def some_do_not_come(rank: int, size: int) -> None:
+    with default_group("farprop", rank, size) as group:
+        if rank == 0:
+            words = r"Ranks 1, 2 failed to pass monitoredBarrier. Rank 0 timed out in monitoredBarrier after 2 s: .* rank 1"
+            with pytest.raises(CollectiveTimeoutError, match=words):
+                group.monitored_barrier(timedelta(seconds=2), wait_all_ranks=True)
+            # No time at all is not all the time there is.
+            with pytest.raises(CollectiveTimeoutError, match="Rank 1 failed to pass monitoredBarrier"):
+                group.monitored_barrier(timedelta(0))
+        elif rank == 3:
+            with pytest.raises(CollectiveTimeoutError, match="Rank 3 successfully reached monitoredBarrier, but"):
+                group.monitored_barrier(timedelta(seconds=2))
+        dist.barrier()
+        pair = dist.new_group([0, 1])
+        if rank == 1:
+            dist.destroy_process_group(pair)
+        elif rank == 0:
+            with pytest.raises(RankLostError, match="Rank 1 failed to pass monitoredBarrier. Rank 0 can't reach rank 1"):
+                pair.monitored_barrier(timedelta(seconds=30))
+
+
+def test_some_do_not_come_to_a_monitored_barrier():
+    run_workers(some_do_not_come, 4, (4,))
