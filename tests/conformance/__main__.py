@@ -1,4 +1,4 @@
-"""``python -m tests.conformance``: PyTorch's RPC tests on farprop."""
+"""``python -m tests.conformance``: PyTorch's own tests on farprop."""
 
 import argparse
 import fnmatch
@@ -12,16 +12,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.conformance.comparison import BUILD, RESULTS, results_of, side_by_side
+
 if TYPE_CHECKING:
     from tests.conformance.runner import Outcome
 
 HERE = Path(__file__).parent
-BUILD = HERE.parents[1] / "build"
-RESULTS = ("passed", "failed", "skipped", "excluded")
 
 
 def main() -> int:
     options = _options()
+    if options.on == "both":
+        return side_by_side(sys.argv[1:])
     _prepare_environment(options.timeout)
 
     # Here, after the environment is set: torch reads it when it is imported.
@@ -57,7 +59,7 @@ def main() -> int:
         print(line + (f"  {outcome.detail}" if outcome.result == FAILED else ""), flush=True)
 
     started = time.monotonic()
-    logs = BUILD / "conformance"
+    logs = BUILD / "conformance" / options.on
     runner = Runner(suites, jobs=options.jobs, timeout=options.timeout, logs=logs, noting=options.needs)
     runner.run(wanted, report)
     seconds = time.monotonic() - started
@@ -88,9 +90,9 @@ def _options() -> argparse.Namespace:
     )
     add(
         "--on",
-        choices=("farprop", "torch"),
+        choices=("farprop", "torch", "both"),
         default="farprop",
-        help="torch: run on torch's own RPC, unredirected",
+        help="torch: on its own RPC, Gloo and DDP, unredirected; both: one after the other, and compare",
     )
     add("--needs", action="store_true", help="on torch: find out what each test needs and write needs.txt")
     add(
@@ -151,8 +153,7 @@ def _write(on: str, seconds: float, outcomes: Iterable["Outcome"]) -> None:
         for outcome in outcomes
     }
     content = {"on": on, "seconds": round(seconds, 1), "tests": tests}
-    BUILD.mkdir(exist_ok=True)
-    (BUILD / "conformance.json").write_text(json.dumps(content, indent=1) + "\n")
+    results_of(on).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _print_table(outcomes: Iterable["Outcome"]) -> None:

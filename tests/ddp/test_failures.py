@@ -149,6 +149,17 @@ def test_wrong_use():
         ddp(torch.ones(1, 1)).sum().backward()
 
 
+def test_a_graph_that_is_said_to_be_static_too_late():
+    ddp = DistributedDataParallel(Net(), process_group=LonelyProcessGroup())
+    loss = ddp(batch(1)).mean()
+    with pytest.raises(UsageError, match="before training loop starts"):
+        ddp._set_static_graph()
+    loss.backward()
+    with pytest.raises(UsageError, match="before the first forward pass"):
+        ddp._set_static_graph()
+    assert not ddp.static_graph
+
+
 class Sparse(nn.Module):
     """A sparse gradient that nobody expects."""
 

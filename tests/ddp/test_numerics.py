@@ -108,14 +108,18 @@ def test_unused_parameters(size, views):
 
 def static_unused(rank: int, size: int) -> None:
     with default_group("gloo", rank, size):
-        ours, right = Unused(), Unused()
-        ddp = DistributedDataParallel(ours, static_graph=True, bucket_cap_mb=0.0001)
-        for number in range(4):
-            ddp.zero_grad()
-            right.zero_grad()
-            ddp(share(batch(size, number), rank), True).mean().backward()
-            right(batch(size, number), True).mean().backward()
-            assert_gradients(ours, right)
+        for is_told_later in (False, True):
+            ours, right = Unused(), Unused()
+            ddp = DistributedDataParallel(ours, static_graph=not is_told_later, bucket_cap_mb=0.0001)
+            if is_told_later:
+                ddp._set_static_graph()
+            assert ddp.static_graph
+            for number in range(4):
+                ddp.zero_grad()
+                right.zero_grad()
+                ddp(share(batch(size, number), rank), True).mean().backward()
+                right(batch(size, number), True).mean().backward()
+                assert_gradients(ours, right)
 
 
 class Checkpointed(Net):

@@ -57,7 +57,7 @@ def test_who_is_blamed_for_a_timeout():
     ours.begin("a")
     ours.give_up([1], 2.0)
     assert isinstance(ours.failure, CollectiveTimeoutError)
-    assert "timed out in a, collective 1 of the group, after a timeout of 2 s: it waited for rank 1." in str(ours.failure)
+    assert "in a, collective 1 of the group, after a timeout of 2 s: it waited for rank 1." in str(ours.failure)
     ours = Agreement(0, 4)
     ours.begin("a")
     ours.hear(1, 1, "a")  # it came, so it waits for somebody else

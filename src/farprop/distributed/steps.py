@@ -71,6 +71,6 @@ class Steps:
         except TimeoutError as error:
             cause = error
         raise CollectiveTimeoutError(
-            f"Rank {self.rank} timed out in {self._name} after {self._timeout.total_seconds():g} s: it waited for {whom}. "
-            "Every rank of a group has to call the same collectives in the same order."
+            f"Rank {self.rank} timed out in {self._name} after {self._timeout.total_seconds():g} s: it waited for "
+            f"{whom}. Every rank of a group has to call the same collectives in the same order."
         ) from cause

@@ -112,7 +112,7 @@ def test_nobody_sends():
 def some_do_not_come(rank: int, size: int) -> None:
     with default_group("farprop", rank, size) as group:
         if rank == 0:
-            words = r"Ranks 1, 2 failed to pass monitoredBarrier. Rank 0 timed out in monitoredBarrier after 2 s: .* rank 1"
+            words = "Ranks 1, 2 failed to pass monitoredBarrier. Rank 0 timed out in monitoredBarrier after 2 s"
             with pytest.raises(CollectiveTimeoutError, match=words):
                 group.monitored_barrier(timedelta(seconds=2), wait_all_ranks=True)
             # No time at all is not all the time there is.
@@ -126,7 +126,7 @@ def some_do_not_come(rank: int, size: int) -> None:
         if rank == 1:
             dist.destroy_process_group(pair)
         elif rank == 0:
-            with pytest.raises(RankLostError, match="Rank 1 failed to pass monitoredBarrier. Rank 0 can't reach rank 1"):
+            with pytest.raises(RankLostError, match="Rank 1 failed to pass monitoredBarrier. Rank 0 can't reach"):
                 pair.monitored_barrier(timedelta(seconds=30))
 
 

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from farprop.config import Settings
 from farprop.distributed.arguments import as_list, as_lists, operation, root, time_limit
 from farprop.distributed.group import ProcessGroup
-from farprop.distributed.native.actions import Action, Actions, Way
+from farprop.distributed.native import profiles
+from farprop.distributed.native.actions import Action, Actions, Tensors, Way
 from farprop.distributed.native.commons import Commons
 from farprop.distributed.native.joining import join
 from farprop.distributed.native.many_hosts import ManyHosts
@@ -76,24 +77,26 @@ class NativeProcessGroup(ProcessGroup):
     # Collectives
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._start(opts, [self._actions.barrier()], [])
+        return self._start("barrier", [], opts, [self._actions.barrier()], [])
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
         tensors, reduction = as_list(tensors), self._reduction(opts)
-        return self._start(opts, [self._actions.allreduce(tensor, reduction) for tensor in tensors], tensors)
+        actions = [self._actions.allreduce(tensor, reduction) for tensor in tensors]
+        return self._start("all_reduce", tensors, opts, actions, tensors)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         return self.allreduce(tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
         tensors = as_list(tensors)
-        return self._start(opts, [self._actions.broadcast(tensor, root(opts)) for tensor in tensors], tensors)
+        actions = [self._actions.broadcast(tensor, root(opts)) for tensor in tensors]
+        return self._start("broadcast", tensors, opts, actions, tensors)
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Work:
         tensors = as_list(tensors)
         reduction = self._reduction(opts if op is None and not isinstance(opts, int) else op)
         actions = [self._actions.reduce(tensor, root(opts), reduction) for tensor in tensors]
-        return self._start(opts, actions, tensors)
+        return self._start("reduce", tensors, opts, actions, tensors)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         lists, tensors = as_lists(outputs, inputs)
@@ -101,7 +104,7 @@ class NativeProcessGroup(ProcessGroup):
             self._actions.gather(lists[number] if lists else [], tensor, root(opts))
             for number, tensor in enumerate(tensors)
         ]
-        return self._start(opts, actions, list(chain(*lists)))
+        return self._start("gather", tensors, opts, actions, list(chain(*lists)))
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         lists, tensors = as_lists(inputs, outputs)
@@ -109,12 +112,12 @@ class NativeProcessGroup(ProcessGroup):
             self._actions.scatter(tensor, lists[number] if lists else [], root(opts))
             for number, tensor in enumerate(tensors)
         ]
-        return self._start(opts, actions, tensors)
+        return self._start("scatter", list(chain(*lists)), opts, actions, tensors)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         lists, tensors = as_lists(outputs, inputs)
         actions = [self._actions.allgather(output, tensor) for output, tensor in zip(lists, tensors, strict=True)]
-        return self._start(opts, actions, list(chain(*lists)))
+        return self._start("all_gather", tensors, opts, actions, list(chain(*lists)))
 
     def allgather_coalesced(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
@@ -129,13 +132,15 @@ class NativeProcessGroup(ProcessGroup):
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
         pairs = zip(outputs, inputs, strict=True)
-        return self._start(opts, [self._actions.all_gather_single(*pair) for pair in pairs], outputs)
+        actions = [self._actions.all_gather_single(*pair) for pair in pairs]
+        return self._start("all_gather", inputs, opts, actions, outputs)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         lists, tensors = as_lists(inputs, outputs)
         reduction = self._reduction(opts)
         pairs = zip(tensors, lists, strict=True)
-        return self._start(opts, [self._actions.reduce_scatter(*pair, reduction) for pair in pairs], tensors)
+        actions = [self._actions.reduce_scatter(*pair, reduction) for pair in pairs]
+        return self._start("reduce_scatter", list(chain(*lists)), opts, actions, tensors)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -145,10 +150,11 @@ class NativeProcessGroup(ProcessGroup):
     ) -> Work:
         reduction = self._reduction(opts)
         pairs = zip(outputs, inputs, strict=True)
-        return self._start(opts, [self._actions.reduce_scatter_single(*pair, reduction) for pair in pairs], outputs)
+        actions = [self._actions.reduce_scatter_single(*pair, reduction) for pair in pairs]
+        return self._start("reduce_scatter", inputs, opts, actions, outputs)
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        return self._start(opts, [self._actions.all_to_all(outputs, inputs)], outputs)
+        return self._start("all_to_all", inputs, opts, [self._actions.all_to_all(outputs, inputs)], outputs)
 
     def all_to_all_single(
         self,
@@ -159,7 +165,7 @@ class NativeProcessGroup(ProcessGroup):
         opts: Any = None,
     ) -> Work:
         action = self._actions.all_to_all_single(output, input, output_split_sizes, input_split_sizes)
-        return self._start(opts, [action], [output])
+        return self._start("all_to_all", [input], opts, [action], [output])
 
     # How
 
@@ -172,13 +178,17 @@ class NativeProcessGroup(ProcessGroup):
             self._reductions[kind] = super()._reduction(opts)
         return self._reductions[kind]
 
-    def _start(self, opts: Any, actions: Sequence[Action], outputs: Sequence[torch.Tensor]) -> Work:
+    def _start(self, name: str, inputs: Tensors, opts: Any, actions: Sequence[Action], outputs: Tensors) -> Work:
         self._check_open()
         seconds = min(time_limit(opts, self.timeout).total_seconds(), _LONGEST_WAIT)
+        event = profiles.begin(name, inputs)
 
         def job() -> None:
-            for action in actions:
-                self._run(action, seconds)
+            try:
+                for action in actions:
+                    self._run(action, seconds)
+            finally:
+                profiles.end(event)
 
         if not getattr(opts, "asyncOp", True) and self._order.run_here(job):
             return Done(outputs)

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 
+from farprop.distributed.native import profiles
 from farprop.distributed.native.frames import Kind, bytes_of
 from farprop.distributed.native.inbox import Receipt
 from farprop.distributed.native.mesh import Mesh
@@ -19,7 +20,11 @@ def send(mesh: Mesh, tensor: torch.Tensor, to: int, tag: int, timeout: timedelta
     """Done when the system has the bytes: whoever they are for always reads."""
     check(tensor)
     deadline = time.monotonic() + timeout.total_seconds()
-    mesh.send(to, Kind.MESSAGE, tag, dtype_name(tensor), bytes_of(tensor.contiguous()), deadline)
+    event = profiles.begin("send", [tensor])
+    try:
+        mesh.send(to, Kind.MESSAGE, tag, dtype_name(tensor), bytes_of(tensor.contiguous()), deadline)
+    finally:
+        profiles.end(event)
     return completed([tensor])
 
 
@@ -33,12 +38,15 @@ class _Receiving(Work):
         super().__init__()
         self._mesh = mesh
         self._timeout = timeout
+        self._event = profiles.begin("recvAnySource" if source is None else "recv", [tensor])
         self._tensor, self._came = tensor, tensor.detach().contiguous()
         self._receipt = Receipt(Kind.MESSAGE, source, tag, bytes_of(self._came), dtype_name(tensor), self._on_end)
         self._whom = "any rank" if source is None else f"rank {source}"
         mesh.expect(self._receipt)
 
     def _on_end(self, receipt: Receipt, error: Exception | None) -> None:
+        # First this: whoever waits may stop profiling next.
+        profiles.end(self._event)
         if error is not None:
             self.fail(error)
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,14 +65,11 @@ class DistributedDataParallel(nn.Module, Joinable):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        found = [(name, leaf) for name, leaf in module.named_parameters() if leaf.requires_grad]
+        found = _trained(module)
         self.device = _checked_device(module, found, device_ids)
         self.module = module
         self.device_ids = device_ids or None
-        group = dist.group.WORLD if process_group is None else process_group
-        if group is None:
-            raise UsageError("There is no process group. Call torch.distributed.init_process_group first, or give one.")
-        self.process_group: dist.ProcessGroup = group
+        self.process_group = _default_group() if process_group is None else process_group
         self.broadcast_buffers = broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -82,21 +79,24 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._divides_by_all = True
         # Looked up once: it takes as long as a small layer.
         self._has_buffers = any(True for _ in module.buffers())
-        names, parameters = [name for name, _ in found], [leaf for _, leaf in found]
         if init_sync:
-            check_same(self.process_group, names, parameters)
+            check_same(self.process_group, [name for name, _ in found], [leaf for _, leaf in found])
             self._broadcast_states(0)
-        sparse = _sparse_weights(module)
         limit = int((25 if bucket_cap_mb is None else bucket_cap_mb) * _MIB)
-        self._reducer = Reducer(
-            parameters,
-            names,
-            [leaf in sparse for leaf in parameters],
+        self._limits = (_MIB if bucket_cap_mb is None else limit, limit)
+        self._reducer = self._new_reducer()
+
+    def _new_reducer(self) -> Reducer:
+        found, sparse = _trained(self.module), _sparse_weights(self.module)
+        return Reducer(
+            [leaf for _, leaf in found],
+            [name for name, _ in found],
+            [leaf in sparse for _, leaf in found],
             self.process_group,
-            limits=(_MIB if bucket_cap_mb is None else limit, limit),
-            as_views=gradient_as_bucket_view,
-            find_unused=find_unused_parameters,
-            is_static=static_graph,
+            limits=self._limits,
+            as_views=self.gradient_as_bucket_view,
+            find_unused=self.find_unused_parameters,
+            is_static=self.static_graph,
         )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -143,6 +143,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         if not callable(hook):
             raise TypeError(f"Communication hook must be callable, but is a {type(hook).__name__}.")
         self._reducer.set_hook(state, hook)
+
+    def _set_static_graph(self) -> None:
+        """What ``static_graph=True`` does, for programs that call it later: before the first forward pass."""
+        self._reducer.make_static()
+        self.static_graph = True
 
     # Uneven inputs
 
@@ -227,16 +232,39 @@ class DistributedDataParallel(nn.Module, Joinable):
             if self.broadcast_buffers:
                 spread(self.process_group, self.module.buffers(), rank)
 
-    def __getstate__(self) -> NoReturn:
-        raise UsageError(
-            "A DistributedDataParallel belongs to its process group, and can't be copied or pickled. "
-            "Copy its module, or save its state_dict()."
-        )
+    # Copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: all but the group, the reduction, and with it the communication hook."""
+        if self.process_group is not dist.group.WORLD:
+            raise UsageError(
+                "A DistributedDataParallel on another group than the default one can't be copied or pickled, because "
+                "a group can't. Copy its module, or save its state_dict()."
+            )
+        state = self.__dict__.copy()
+        del state["process_group"], state["_reducer"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.process_group = _default_group()
+        self._reducer = self._new_reducer()
 
     @classmethod
     def _get_active_ddp_module(cls) -> None:
         """The compiler asks torch's class. This one is opaque to it."""
         return None
+
+
+def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, leaf) for name, leaf in module.named_parameters() if leaf.requires_grad]
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    if group is None:
+        raise UsageError("There is no process group. Call torch.distributed.init_process_group first, or give one.")
+    return group
 
 
 def _checked_device(

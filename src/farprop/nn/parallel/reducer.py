@@ -83,6 +83,16 @@ class Reducer:
             raise UsageError("A communication hook can be registered once. Make a new DistributedDataParallel.")
         self._hook = hook, state
 
+    def make_static(self) -> None:
+        """Learn the graph in the first iteration, which has not begun yet."""
+        if self._machine.state is not State.REST or self._machine.is_order_known:
+            raise UsageError(
+                "_set_static_graph() should be called before training loop starts. Pass static_graph=True to "
+                "DistributedDataParallel, or call it before the first forward pass."
+            )
+        self._finds_unused, self._rebuilds = False, True
+        self._machine.is_learning = True
+
     # Forward passes
 
     def check_finished(self) -> None:
