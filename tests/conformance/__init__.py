@@ -1,4 +1,4 @@
-"""PyTorch's own tests of its RPC, run unchanged out of the installed wheel, on farprop.
+"""PyTorch's own tests of its RPC, process groups and DDP, run unchanged out of the installed wheel, on farprop.
 
 ``python -m tests.conformance --help`` says how.
 """

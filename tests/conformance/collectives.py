@@ -8,6 +8,7 @@ import importlib
 import os
 import unittest
 from typing import Any
+from unittest import mock
 
 from tests.conformance.ranks import fork_ranks
 
@@ -24,13 +25,11 @@ class CollectivesSuite:
 
     def __init__(self, on: str) -> None:
         self._environment = {"BACKEND": "gloo", "WORLD_SIZE": _WORLD_SIZE, "MASTER_ADDR": "localhost"}
-        # The other suites' tests are not to see it.
-        before = dict(os.environ)
-        os.environ.update(self._environment)
         _run_on_few_ranks()
-        self._module: Any = importlib.import_module(_MODULE)
-        os.environ.clear()
-        os.environ.update(before)
+        # Not for longer, because of the other suites' tests. Ranks meet in a file: which one is for each test to say,
+        # but that it is one decides what is run.
+        with mock.patch.dict(os.environ, self._environment, INIT_METHOD="file://"):
+            self._module: Any = importlib.import_module(_MODULE)
         self._tests = self._module.DistributedTest._DistTestBase
         _run_without_mpi(self._tests, self.names)
         if on == "farprop":
