@@ -158,6 +158,9 @@ def test_a_graph_that_is_said_to_be_static_too_late():
     with pytest.raises(UsageError, match="before the first forward pass"):
         ddp._set_static_graph()
     assert not ddp.static_graph
+    ddp = DistributedDataParallel(Net(), process_group=LonelyProcessGroup(), static_graph=True)
+    ddp(batch(1)).mean().backward()
+    ddp._set_static_graph()  # it is already
 
 
 class Sparse(nn.Module):

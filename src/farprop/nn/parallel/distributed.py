@@ -146,8 +146,9 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _set_static_graph(self) -> None:
         """What ``static_graph=True`` does, for programs that call it later: before the first forward pass."""
-        self._reducer.make_static()
-        self.static_graph = True
+        if not self.static_graph:
+            self._reducer.make_static()
+            self.static_graph = True
 
     # Uneven inputs
 
