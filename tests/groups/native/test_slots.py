@@ -101,6 +101,7 @@ def test_no_rank_touches_what_another_one_writes(size: int, monkeypatch: pytest.
     monkeypatch.setattr(commons_module, "SLOT_BYTES", SLOT)
     monkeypatch.setattr(one_host, "SLOT_BYTES", SLOT)
     monkeypatch.setattr(one_host, "_SMALL", SLOT // 4)
+    monkeypatch.setattr(one_host, "_LARGE", SLOT // 2)
     random.seed(size)
     chunk = SLOT // 4
     counts = [3, chunk // 2, chunk, chunk * (size - 1), chunk * size + 5, chunk * (3 * size + 2)]

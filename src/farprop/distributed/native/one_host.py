@@ -17,6 +17,8 @@ from farprop.errors import UsageError
 
 # Up to so many bytes, or if there are two ranks, it is faster if everybody reduces all of it than in turns.
 _SMALL = 32 * 1024
+# From so many bytes a rank on, a chunk goes along the ranks.
+_LARGE = 512 * 1024
 _MOST_VIEWS = 1024
 
 
@@ -31,13 +33,13 @@ class OneHost:
         self._commons.meet(call)
 
     def allreduce(self, call: Call, tensor: torch.Tensor, reduction: Reduction) -> None:
-        chunks = _chunks(tensor, SLOT_BYTES)
-        if len(chunks) >= self.size:
-            self._reduce_along(call, chunks, reduction)
+        a_rank = tensor.nbytes // self.size // 64 * 64
+        if a_rank >= _LARGE:
+            self._reduce_along(call, _chunks(tensor, min(a_rank, SLOT_BYTES)), reduction)
         elif tensor.nbytes <= _SMALL or self.size == 2:
-            self._reduce_alone(call, chunks, reduction, is_mine=True)
+            self._reduce_alone(call, _chunks(tensor, SLOT_BYTES), reduction, is_mine=True)
         else:
-            self._reduce_in_shares(call, chunks, reduction)
+            self._reduce_in_shares(call, _chunks(tensor, SLOT_BYTES), reduction)
 
     def reduce(self, call: Call, tensor: torch.Tensor, root: int, reduction: Reduction) -> None:
         self._reduce_alone(call, _chunks(tensor, SLOT_BYTES), reduction, is_mine=self.rank == root)
@@ -85,8 +87,8 @@ class OneHost:
     def _reduce_along(self, call: Call, chunks: Sequence[torch.Tensor], reduction: Reduction) -> None:
         """A chunk goes along the ranks: each adds its own to it in one slot. At the end all read it.
 
-        That touches the least memory. But the first chunk takes as many steps as there are ranks, so there have to be
-        many.
+        That touches the least memory. But the first chunk takes as many steps as there are ranks, so there are at least
+        as many chunks.
         """
 
         def place_of(number: int, slots: list[torch.Tensor]) -> torch.Tensor:
