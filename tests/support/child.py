@@ -32,7 +32,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from tests.support import leaks
+from tests.support import hosts, leaks
 
 
 class Check(Enum):
@@ -97,6 +97,8 @@ def _leave() -> None:
 def _set_up(setup: Setup) -> None:
     os.environ.clear()
     os.environ.update(setup.environ)
+    if hosts.NAMESPACE in setup.environ:
+        hosts.enter(setup.environ[hosts.NAMESPACE])
     os.chdir(setup.cwd)
     sys.path[:] = setup.path
     sys.argv[:] = [setup.name]

@@ -1,4 +1,5 @@
-"""Real worker processes: ``run_workers`` for one function on every rank, ``cluster`` for a job to drive.
+"""Real worker processes: ``run_workers`` for one function on every rank; ``cluster`` for a job to drive, and
+``processes`` for one that makes no calls.
 
 Functions go there by reference if they can be imported, by value (cloudpickle) if not. Every worker has the
 test's environment, its group's own ``MASTER_ADDR`` and ``MASTER_PORT``, one intra-op thread, and dies with
@@ -21,7 +22,7 @@ from typing import Any
 from tests.support.child import Check
 from tests.support.group import Environment, Group, Worker, WorkerDied, WorkersFailed
 
-__all__ = ["Cluster", "Handle", "WorkerDied", "WorkersFailed", "cluster", "free_port", "run_workers"]
+__all__ = ["Cluster", "Handle", "WorkerDied", "WorkersFailed", "cluster", "free_port", "processes", "run_workers"]
 
 RPC_MODULE = "farprop.rpc"
 
@@ -88,6 +89,20 @@ def cluster(
         yield running
         # Not after an exception: then the group's exit kills them all, and shows what they wrote.
         running.shutdown(graceful=not running.any_dead())
+
+
+@contextmanager
+def processes(
+    world_size: int = 2,
+    env: Environment | Sequence[Environment] | None = None,
+    timeout: float = 60,
+    check: bool = True,
+) -> Iterator[Cluster]:
+    """The same without farprop's calls: the test says what each process starts, and has it stop that."""
+    with Group(_environs(env, world_size)) as group:
+        running = Cluster(group, timeout, check)
+        yield running
+        running.shutdown(graceful=False)
 
 
 class Cluster:

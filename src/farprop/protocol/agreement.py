@@ -4,8 +4,8 @@ Each rank counts its collectives, and *states* what it calls with the number: ``
 object here is one rank's view of the group. Rules that hold:
 
 - Two ranks that state different things for one number break the group, whichever statement is heard first.
-- A rank that dies breaks it. One that leaves does not: it may have done its part in what others have not even begun.
-  But nobody can wait for it.
+- A rank that dies, or that one of the others can't reach, breaks it. One that leaves does not: it may have done its
+  part in what others have not even begun. But nobody can wait for it.
 - The first thing that breaks a group is what every later call raises. A rank that found it out by itself tells the
   others; one that was told does not.
 """
@@ -77,8 +77,6 @@ class Agreement:
                     "used any more."
                 )
             )
-            # Everybody has a connection to it, and sees this for itself.
-            self.is_announced = True
 
     def leave(self, rank: int) -> None:
         """A rank has said goodbye."""
@@ -86,9 +84,11 @@ class Agreement:
 
     def be_told(self, rank: int, kind: str, text: str) -> None:
         """Another rank says that the group is broken."""
-        mismatch = kind == CollectiveMismatchError.__name__
-        error = CollectiveMismatchError if mismatch else CollectiveError
-        self._fail(error(text if mismatch else f"Rank {rank} gave up: {text}"))
+        if kind == CollectiveMismatchError.__name__:
+            self._fail(CollectiveMismatchError(text))
+        else:
+            error = RankLostError if kind == RankLostError.__name__ else CollectiveError
+            self._fail(error(f"Rank {rank} gave up: {text}"))
         self.is_announced = True
 
     def give_up(self, awaited: Collection[int], seconds: float) -> None:
@@ -104,8 +104,9 @@ class Agreement:
 
     def stumble(self, error: BaseException) -> None:
         """Something else went wrong in the middle of a collective, so the others wait for what will not come."""
+        kind = RankLostError if isinstance(error, RankLostError) else CollectiveError
         self._fail(
-            CollectiveError(
+            kind(
                 f"{self._own.get(self.number)}, collective {self.number} of the group, failed on rank {self.rank}: "
                 f"{type(error).__name__}: {error}"
             )

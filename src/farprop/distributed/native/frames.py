@@ -12,6 +12,7 @@ from farprop.errors import ProtocolError
 
 HEADER = struct.Struct("<BxHxxxxqQ")
 MAX_TEXT = 4096
+BEAT = b"\0"  # between two frames, whose first byte it can't be; it means nothing
 
 
 class Kind(IntEnum):

@@ -1,11 +1,12 @@
 """A connection to every other rank of the group, and the thread that reads from all of them.
 
 The thread always reads: what nobody has asked for yet is kept. So a rank that sends can only be held up by one that is
-stopped or slow, and never by one that sends, too.
+stopped or slow, and never by one that sends, too. It also looks whether the other hosts still answer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import selectors
 import socket
@@ -13,16 +14,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from farprop.distributed.native.frames import HEADER, Kind, pack, unpack
+from farprop.distributed.native import pulse
+from farprop.distributed.native.frames import BEAT, HEADER, Kind, pack, unpack
 from farprop.distributed.native.inbox import Inbox, Letter, Receipt
+from farprop.distributed.native.pulse import Pulse
 from farprop.distributed.native.standing import Standing
-from farprop.errors import CollectiveError, CollectiveTimeoutError, ProtocolError, RankLostError
+from farprop.errors import CollectiveError, CollectiveTimeoutError, ProtocolError, RankLostError, renewed
 
 _log = logging.getLogger("farprop.distributed")
 
 _FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 _GOODBYE_SECONDS = 1.0
-_TELL_SECONDS = 1.0
+_TELL_SECONDS = 0.5
+_LEFT = "it has left the group"
 
 
 class Mesh:
@@ -45,6 +49,9 @@ class Mesh:
         self._selector.register(stopped, selectors.EVENT_READ)
         for peer, sock in peers.items():
             self._selector.register(sock, selectors.EVENT_READ, peer)
+        self._watched = [peer for peer, sock in peers.items() if pulse.can_watch(sock)]
+        for peer in self._watched:
+            pulse.watch(peers[peer])
         self._thread = threading.Thread(target=self._run, name=f"farprop-group-rank{rank}", daemon=True)
         self._thread.start()
 
@@ -59,7 +66,7 @@ class Mesh:
         try:
             if peer in self._gone:
                 raise self._lost(peer)
-            self._write(peer, [head, data] if len(data) else [head], deadline)
+            self._write(peer, [head, data] if len(data) else [head], deadline, kind == Kind.PART)
         except OSError as error:
             if isinstance(error, CollectiveTimeoutError | RankLostError):
                 raise
@@ -68,7 +75,7 @@ class Mesh:
         finally:
             lock.release()
 
-    def _write(self, peer: int, parts: list[memoryview], deadline: float) -> None:
+    def _write(self, peer: int, parts: list[memoryview], deadline: float, is_part: bool) -> None:
         sock = self._sockets[peer]
         poll = None
         is_begun = False
@@ -85,7 +92,11 @@ class Mesh:
                         # What comes next would be taken for the rest of it.
                         self._lose(peer, "it did not take what was sent in time")
                     raise self._slow(peer) from None
-                poll.select(left)
+                if is_part and self.standing.failure is not None:
+                    if is_begun:
+                        self._lose(peer, "it was slow to take what was sent when the group broke")
+                    raise renewed(self.standing.failure) from None
+                poll.select(min(left, pulse.LOOK_SECONDS))
                 continue
             is_begun = True
             while parts and sent >= len(parts[0]):
@@ -102,11 +113,12 @@ class Mesh:
         return RankLostError(f"Rank {self.rank} can't reach rank {peer}: {self._gone[peer]}.")
 
     def tell(self, kind: Kind, text: str, seconds: float, key: int = 0) -> None:
-        """A word to everybody who can still hear it."""
+        """A word to everybody who can still hear it. In all it takes no longer than that, but everybody is tried."""
+        deadline = time.monotonic() + seconds
         for peer in self._sockets:
             if peer not in self._gone:
                 try:
-                    self.send(peer, kind, key, text, memoryview(b""), time.monotonic() + seconds)
+                    self.send(peer, kind, key, text, memoryview(b""), deadline)
                 except CollectiveError as error:
                     _log.info("rank %d could not be told: %s", peer, error)
 
@@ -122,8 +134,10 @@ class Mesh:
             self.inbox.give_up(receipt, self.standing.failure)
 
     def _run(self) -> None:
+        seconds = pulse.LOOK_SECONDS if self._watched else None
+        next_look = 0.0
         while True:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(seconds):
                 if key.fileobj is self._stopped:
                     return
                 peer: int = key.data
@@ -134,12 +148,37 @@ class Mesh:
                     self._lose(peer, str(error) or type(error).__name__)
                 if peer in self._gone:
                     self._selector.unregister(key.fileobj)
+            if seconds is not None and time.monotonic() >= next_look:
+                next_look = time.monotonic() + seconds
+                self._look()
+
+    def _look(self) -> None:
+        for peer in self._watched:
+            if peer in self._gone:
+                continue
+            state = pulse.look(self._sockets[peer])
+            if state is Pulse.QUIET:
+                self._beat(peer)
+            elif state is Pulse.GONE:
+                self._lose(peer, "its host does not answer any more")
+
+    def _beat(self, peer: int) -> None:
+        """Send something that has to be acknowledged. If there is no room, there is something to acknowledge already."""
+        if self._locks[peer].acquire(blocking=False):
+            try:
+                self._sockets[peer].send(BEAT, _FLAGS)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                self._lose(peer, f"can't send to it: {error}")
+            finally:
+                self._locks[peer].release()
 
     def handle(self, peer: int, kind: Kind, text: str) -> None:
         """A frame without data."""
         if kind == Kind.GOODBYE:
             self.standing.leave(peer)
-            self._lose(peer, "it has left the group")
+            self._lose(peer, _LEFT)
         elif kind == Kind.BROKEN:
             name, _, why = text.partition(" ")
             self.standing.be_told(peer, name, why)
@@ -147,6 +186,10 @@ class Mesh:
     def _lose(self, peer: int, why: str) -> None:
         if self._gone.setdefault(peer, why) is not why:
             return
+        if why is not _LEFT:
+            # Who waits to send to it has to know. One that has left takes this for our death, and must not.
+            with contextlib.suppress(OSError):
+                self._sockets[peer].shutdown(socket.SHUT_RDWR)
         self.standing.die(peer, why)
         self.inbox.fail(self._lost(peer), lambda receipt: receipt.source in (None, peer))
         self._readers[peer].abandon(self._lost(peer))
@@ -217,6 +260,10 @@ class _Reader:
         if self._letter is not None:
             self._mesh.inbox.close(self._letter)
             self._begin()
+        elif self._fields is None and not self._head[0]:
+            begun = self._head.lstrip(BEAT)
+            self._head[: len(begun)] = begun
+            self._room = memoryview(self._head)[len(begun) :]
         elif self._fields is None:
             self._fields = unpack(self._head, self._max_length)
             self._text = bytearray(self._fields[1])

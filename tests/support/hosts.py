@@ -1,0 +1,98 @@
+"""Hosts: network namespaces, joined by veth and a switch, whose cables a test can cut.
+
+A worker is on a host if its environment says so (see ``Hosts.environments`` and ``child``). Nothing outside of the
+namespaces is touched, and all of it goes away with them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+NAMESPACE = "TESTS_NETWORK_NAMESPACE"
+_NAMED = Path("/run/netns")  # where `ip netns` keeps them
+_CLONE_NEWNET = 0x40000000
+_numbers = itertools.count()
+
+SECRET = "the-secret-of-several-hosts-0123456789abcdef"
+
+
+class NotAllowedError(Exception):
+    """This machine does not let us make hosts. The text says why."""
+
+
+class Hosts:
+    """A context. Host 0 is at 192.0.2.1, host 1 at 192.0.2.2, and so on: addresses that are nobody's."""
+
+    def __init__(self, count: int) -> None:
+        prefix = f"farprop-tests-{os.getpid()}-{next(_numbers)}"
+        self._names = [f"{prefix}-host{host}" for host in range(count)]
+        self._switch = f"{prefix}-switch"
+
+    def __enter__(self) -> Hosts:
+        if shutil.which("ip") is None:
+            raise NotAllowedError("there is no `ip` here (Debian: iproute2)")
+        try:
+            try:
+                _ip("netns", "add", self._switch)
+                _ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
+            except subprocess.CalledProcessError as error:
+                raise NotAllowedError(f"hosts can't be made here: {error.stderr.strip()}") from error
+            _ip("-n", self._switch, "link", "set", "switch", "up")
+            for host, name in enumerate(self._names):
+                _ip("netns", "add", name)
+                ends = ["eth0", "netns", name, "type", "veth", "peer", f"port{host}", "netns", self._switch]
+                _ip("link", "add", *ends)
+                _ip("-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
+                _ip("-n", self._switch, "link", "set", f"port{host}", "master", "switch", "up")
+                for interface in ("lo", "eth0"):
+                    _ip("-n", name, "link", "set", interface, "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in [*self._names, self._switch]:
+            if (_NAMED / name).exists():
+                _ip("netns", "delete", name)
+
+    def address(self, host: int) -> str:
+        return f"192.0.2.{host + 1}"
+
+    def environments(self, places: Sequence[int], **more: str) -> list[Mapping[str, str]]:
+        """For workers on these hosts; the first one has the store."""
+        shared = {"MASTER_ADDR": self.address(places[0]), "FARPROP_SECRET": SECRET, **more}
+        return [{**shared, NAMESPACE: self._names[host]} for host in places]
+
+    def cut(self, host: int) -> None:
+        """Between the host and the switch nothing passes any more, and nobody is told."""
+        _ip("-n", self._switch, "link", "set", f"port{host}", "nomaster")
+
+    def mend(self, host: int) -> None:
+        _ip("-n", self._switch, "link", "set", f"port{host}", "master", "switch")
+
+    def unplug(self, host: int) -> None:
+        """The host's own interface goes down, which its system knows."""
+        _ip("-n", self._names[host], "link", "set", "eth0", "down")
+
+    def part(self, one: int, other: int) -> None:
+        """These two don't reach each other any more, and everybody else reaches both."""
+        for here, there in ((one, other), (other, one)):
+            _ip("-n", self._names[here], "route", "add", "blackhole", f"{self.address(there)}/32")
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+def enter(name: str) -> None:
+    """This process, which has one thread, goes to a host."""
+    with open(_NAMED / name) as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"can't enter {name}")
