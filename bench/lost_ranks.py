@@ -60,7 +60,9 @@ def main() -> int:
     with Hosts(_SIZE) as hosts:
         for way in [options.only] if options.only else WAYS:
             seconds = [time_ for seed in range(options.trials) for time_ in trial(hosts, *WAYS[way], seed)]
-            print(f"{way}: median {median(seconds):.3f} s, longest {max(seconds):.3f} s, {len(seconds)} ranks", flush=True)
+            print(
+                f"{way}: median {median(seconds):.3f} s, longest {max(seconds):.3f} s, {len(seconds)} ranks", flush=True
+            )
     return 0
 
 

@@ -8,10 +8,12 @@ import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
+from contextlib import ExitStack
 
 import pytest
 
 from tests.support import leaks
+from tests.support.hosts import Hosts, NotAllowedError
 
 _failed = pytest.StashKey[bool]()
 
@@ -63,3 +65,14 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     # A failed test's traceback keeps its variables alive, and with them what they hold.
     if not request.node.stash.get(_failed, False) and (left := leaks.left_behind(before)):
         pytest.fail("left behind:\n" + "\n".join(f"- {text}" for text in left), pytrace=False)
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    """Three hosts, which are network namespaces."""
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(Hosts(3))
+        except NotAllowedError as error:
+            pytest.skip(str(error))
+        yield made

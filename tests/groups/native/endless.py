@@ -18,6 +18,8 @@ from farprop.errors import CollectiveError
 
 _change = threading.Condition()
 _count = 0
+_receiving = threading.Event()
+_groups: list[dist.ProcessGroup] = []
 
 
 def _parts(x: torch.Tensor) -> list[torch.Tensor]:
@@ -44,6 +46,7 @@ KINDS: dict[str, Callable[[torch.Tensor, int], object]] = {
     "barrier": lambda x, root: dist.barrier(),
     "messages": _exchange,
 }
+MUCH = 25_000_000  # floats: more than a system holds for a process that does not read
 _LENGTHS = (1, 1000, 300_000)
 
 
@@ -55,9 +58,9 @@ class Ending:
     error: Exception
 
 
-def join(rank: int, size: int) -> None:
+def join(rank: int, size: int, seconds: float = 1800) -> None:
     address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    limit = timedelta(minutes=30)
+    limit = timedelta(seconds=seconds)
     dist.init_process_group("farprop", init_method=address, rank=rank, world_size=size, timeout=limit)
     dist.barrier()
 
@@ -83,14 +86,60 @@ def await_collectives(count: int) -> None:
         _change.wait_for(lambda: _count >= count)
 
 
-def once(kind: str) -> Ending:
+def once(kind: str, length: int = 3) -> Ending:
     """One collective that is to fail."""
+    return _ending(lambda: KINDS[kind](torch.ones(length), 0))
+
+
+def receive(source: int) -> Ending:
+    """A message that is not to come."""
+
+    def wait() -> None:
+        work = dist.irecv(torch.ones(3), source)
+        _receiving.set()
+        work.wait()
+
+    return _ending(wait)
+
+
+def await_receiving() -> None:
+    _receiving.wait()
+
+
+def make_groups(members: list[list[int]]) -> None:
+    _groups.extend(dist.new_group(ranks) for ranks in members)
+
+
+def reduce_in(group: int) -> Ending | None:
+    """An all-reduce in one of these groups: what ended it, or None if it is right."""
+    x = torch.ones(3)
     try:
-        KINDS[kind](torch.ones(3), 0)
+        dist.all_reduce(x, group=_groups[group])
     except CollectiveError as error:
         return Ending(time.monotonic(), error)
-    raise AssertionError(f"{kind} did not fail")
+    assert x.equal(torch.full((3,), float(_groups[group].size())))
+    return None
+
+
+def send_much(to: int) -> Ending:
+    """A message that is not taken."""
+    return _ending(lambda: dist.send(torch.ones(MUCH), to))
+
+
+def much() -> None:
+    x = torch.ones(MUCH)
+    dist.all_reduce(x)
+    assert x.equal(torch.full_like(x, float(dist.get_world_size())))
+
+
+def _ending(call: Callable[[], object]) -> Ending:
+    try:
+        call()
+    except CollectiveError as error:
+        return Ending(time.monotonic(), error)
+    raise AssertionError("it did not fail")
 
 
 def leave() -> None:
+    _groups.clear()
     dist.destroy_process_group()

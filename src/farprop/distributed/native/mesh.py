@@ -66,7 +66,9 @@ class Mesh:
         try:
             if peer in self._gone:
                 raise self._lost(peer)
-            self._write(peer, [head, data] if len(data) else [head], deadline, kind == Kind.PART)
+            if (failure := self._vain(kind)) is not None:
+                raise renewed(failure)
+            self._write(peer, kind, [head, data] if len(data) else [head], deadline)
         except OSError as error:
             if isinstance(error, CollectiveTimeoutError | RankLostError):
                 raise
@@ -75,7 +77,7 @@ class Mesh:
         finally:
             lock.release()
 
-    def _write(self, peer: int, parts: list[memoryview], deadline: float, is_part: bool) -> None:
+    def _write(self, peer: int, kind: Kind, parts: list[memoryview], deadline: float) -> None:
         sock = self._sockets[peer]
         poll = None
         is_begun = False
@@ -92,10 +94,11 @@ class Mesh:
                         # What comes next would be taken for the rest of it.
                         self._lose(peer, "it did not take what was sent in time")
                     raise self._slow(peer) from None
-                if is_part and self.standing.failure is not None:
+                failure = self._vain(kind)
+                if failure is not None:
                     if is_begun:
                         self._lose(peer, "it was slow to take what was sent when the group broke")
-                    raise renewed(self.standing.failure) from None
+                    raise renewed(failure) from None
                 poll.select(min(left, pulse.LOOK_SECONDS))
                 continue
             is_begun = True
@@ -103,6 +106,15 @@ class Mesh:
                 sent -= len(parts.pop(0))
             if sent:
                 parts[0] = parts[0][sent:]
+
+    def _vain(self, kind: Kind) -> CollectiveError | None:
+        """Why nobody sends or gets this any more; None if somebody does. A lost rank ends messages, too: whoever was to
+        send one may have given up.
+        """
+        failure = self.standing.failure
+        if kind == Kind.PART or (kind == Kind.MESSAGE and isinstance(failure, RankLostError)):
+            return failure
+        return None
 
     def _slow(self, peer: int) -> CollectiveTimeoutError:
         return CollectiveTimeoutError(
@@ -130,8 +142,8 @@ class Mesh:
         gone = [peer for peer in self._gone if receipt.source in (None, peer)]
         if gone:
             self.inbox.give_up(receipt, self._lost(gone[0]))
-        elif receipt.kind == Kind.PART and self.standing.failure is not None:
-            self.inbox.give_up(receipt, self.standing.failure)
+        elif (failure := self._vain(receipt.kind)) is not None:
+            self.inbox.give_up(receipt, failure)
 
     def _run(self) -> None:
         seconds = pulse.LOOK_SECONDS if self._watched else None
@@ -196,7 +208,7 @@ class Mesh:
         self._on_news()
 
     def _on_failure(self, failure: CollectiveError, to_tell: bool) -> None:
-        self.inbox.fail(failure, lambda receipt: receipt.kind == Kind.PART)
+        self.inbox.fail(failure, lambda receipt: self._vain(receipt.kind) is not None)
         self._on_news()
         if to_tell:
             self.tell(Kind.BROKEN, f"{type(failure).__name__} {failure}", _TELL_SECONDS)

@@ -1,0 +1,176 @@
+"""Groups over several hosts, which are network namespaces, and what happens if a cable is cut."""
+
+from __future__ import annotations
+
+import random
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from farprop.errors import RankLostError, RendezvousError
+from tests.groups import test_collectives as every_group
+from tests.groups.kinds import default_group
+from tests.groups.native import endless
+from tests.groups.native import test_collectives as native
+from tests.groups.native.test_deaths import check_lost, join_all
+from tests.groups.store_group import job_store
+from tests.support.hosts import Hosts
+from tests.support.workers import Cluster, processes, run_workers
+
+# On which host each rank is.
+PLACES = pytest.mark.parametrize("places", [[0, 1], [0, 0, 1], [0, 0, 1, 1], [1, 0, 1, 0], [0, 1, 2]], ids=str)
+
+
+@PLACES
+def test_collectives(hosts, places):
+    run_workers(every_group.collectives, len(places), (len(places), "farprop"), hosts.environments(places))
+
+
+def test_large_tensors(hosts):
+    run_workers(native.large, 4, (4,), hosts.environments([0, 0, 1, 1]))
+
+
+def families(rank: int, size: int) -> dict[int, socket.AddressFamily]:
+    with default_group("farprop", rank, size) as group:
+        return {peer: sock.family for peer, sock in group._mesh._sockets.items()}
+
+
+def test_who_is_on_one_host_is_found_out(hosts):
+    places = [0, 1, 0]
+    found = run_workers(families, 3, (3,), hosts.environments(places))
+    for rank, peers in enumerate(found):
+        for peer, family in peers.items():
+            is_near = places[rank] == places[peer]
+            assert family == (socket.AF_UNIX if is_near else socket.AF_INET)
+
+
+def refused(rank: int, size: int) -> None:
+    store = job_store(rank, size)
+    with pytest.raises(RendezvousError, match="share no secret.*FARPROP_SECRET"):
+        dist.init_process_group("farprop", store=store, rank=rank, world_size=size)
+    store.set(f"done/{rank}", "")
+    store.wait([f"done/{other}" for other in range(size)])
+
+
+def test_hosts_without_a_secret_refuse_and_say_how_to_set_one(hosts, tmp_path):
+    environments = []
+    for host, environment in enumerate(hosts.environments([0, 1])):
+        (place := tmp_path / str(host)).mkdir(mode=0o700)
+        environments.append({**environment, "FARPROP_SECRET": None, "XDG_RUNTIME_DIR": str(place)})
+    run_workers(refused, 2, (2,), environments, check=False)
+
+
+# A cable is cut
+
+
+def check_parted(job: Cluster, endings: list[endless.Ending], places: list[int], host: int) -> None:
+    """Each side has lost ranks of the other, stays without them, and can leave."""
+    for rank, ending in enumerate(endings):
+        mine = places[rank] == host
+        check_lost(ending, {other for other, place in enumerate(places) if (place == host) != mine})
+    for later in [job.start(rank, endless.once, "barrier") for rank in range(len(places))]:
+        assert isinstance(later.result().error, RankLostError)
+    for end in [job.start(rank, endless.leave) for rank in range(len(places))]:
+        end.result()
+
+
+def cut_in_the_middle(hosts: Hosts, places: list[int], how: Callable[[Hosts, int], None]) -> None:
+    size, seed = len(places), len(places)
+    host = places[-1]
+    with processes(size, hosts.environments(places)) as job:
+        join_all(job, size)
+        runs = [job.start(rank, endless.run, list(endless.KINDS), seed) for rank in range(size)]
+        for rank in range(size):
+            job.run(rank, endless.await_collectives, random.Random(seed).randrange(1, 20))
+        how(hosts, host)
+        check_parted(job, [run.result() for run in runs], places, host)
+
+
+@PLACES
+def test_cut_off_in_the_middle(hosts, places):
+    cut_in_the_middle(hosts, places, Hosts.cut)
+
+
+def test_unplugged_in_the_middle(hosts):
+    cut_in_the_middle(hosts, [0, 0, 1, 1], Hosts.unplug)
+
+
+def test_cut_off_in_the_middle_of_a_long_message(hosts):
+    """Who sends waits for room, and not for something to come."""
+    places = [0, 1, 1]
+    with processes(3, hosts.environments(places)) as job:
+        join_all(job, 3)
+        job.signal(2, signal.SIGSTOP)
+        sending = job.start(0, endless.send_much, 2)
+        hosts.cut(1)
+        check_lost(sending.result(), {1, 2})
+        job.signal(2, signal.SIGCONT)
+        endings = [sending.result(), *(job.run(rank, endless.once, "barrier") for rank in (1, 2))]
+        check_parted(job, endings, places, 1)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_reduce, asynchronous", "broadcast"])
+def test_cut_off_while_waiting(hosts, kind):
+    places = [0, 0, 1, 1]
+    with processes(4, hosts.environments(places)) as job:
+        join_all(job)
+        runs = [job.start(rank, endless.once, kind) for rank in (1, 2, 3)]  # and rank 0, the root, does not come
+        hosts.cut(1)
+        # Rank 0 comes when it is known.
+        endings = [run.result() for run in runs]
+        check_parted(job, [job.run(0, endless.once, kind), *endings], places, 1)
+
+
+def test_cut_off_while_nothing_happens(hosts):
+    places = [0, 1]
+    with processes(2, hosts.environments(places)) as job:
+        join_all(job, 2)
+        hosts.cut(1)
+        check_parted(job, [job.start(rank, endless.once, "barrier").result() for rank in range(2)], places, 1)
+
+
+def test_groups_within_a_host_go_on(hosts):
+    places = [0, 0, 1, 1]
+    with processes(4, hosts.environments(places)) as job:
+        join_all(job)
+        for made in [job.start(rank, endless.make_groups, [[0, 1], [2, 3], [1, 2]]) for rank in range(4)]:
+            made.result()
+        hosts.cut(1)
+        check_lost(job.run(1, endless.reduce_in, 2), {1})
+        check_lost(job.run(2, endless.reduce_in, 2), {0})
+        alive = [job.start(rank, endless.reduce_in, places[rank]) for rank in range(4)]
+        assert [run.result() for run in alive] == [None] * 4
+        for end in [job.start(rank, endless.leave) for rank in range(4)]:
+            end.result()
+
+
+def test_a_third_host_that_reaches_both_is_told(hosts):
+    with processes(3, hosts.environments([0, 1, 2])) as job:
+        join_all(job, 3)
+        third = job.start(2, endless.once, "broadcast")  # waits for rank 0, which it never loses
+        hosts.part(0, 1)
+        check_lost(third.result(), {0, 1})
+        for rank in (0, 1):
+            check_lost(job.run(rank, endless.once, "barrier"), {0, 1})
+        for end in [job.start(rank, endless.leave) for rank in range(3)]:
+            end.result()
+
+
+def test_a_stopped_rank_is_not_a_lost_one(hosts):
+    """Others fill all the room that its system has for them, and wait for longer than they would for a host."""
+    with processes(3, hosts.environments([0, 1, 2])) as job:
+        join_all(job, 3)
+        job.signal(1, signal.SIGSTOP)
+        runs = [job.start(rank, endless.much) for rank in (0, 2)]
+        time.sleep(4)  # that this time passes is what is tested
+        assert not any(run.done() for run in runs)
+        job.signal(1, signal.SIGCONT)
+        job.run(1, endless.much)
+        for run in runs:
+            run.result()
+        for end in [job.start(rank, endless.leave) for rank in range(3)]:
+            end.result()
