@@ -2,160 +2,144 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import farprop.autograd as autograd
 import farprop.rpc as rpc
 from farprop.errors import RpcTimeoutError
+from tests.autograd import functions as g
 from tests.calls import functions as f
+from tests.references.looking import wait_until
+from tests.support.hosts import Hosts
+from tests.support.workers import cluster, run_workers
 
 pytestmark = pytest.mark.one_transport  # it chooses its own
 
-ROOT = Path(__file__).resolve().parents[2]
-SECRET = "the-secret-of-two-hosts-0123456789abcdef"
+_began = threading.Event()
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def _calls() -> None:
+    assert rpc.api.current_agent()._own_entry.tcp[0] == "192.0.2.1"
+    assert rpc.rpc_sync("worker1", f.own_name) == "worker1"
+    tensor = torch.rand(2_000_000)
+    assert torch.equal(rpc.rpc_sync("worker1", f.identity, args=(tensor,)), tensor)
+    reference = rpc.remote("worker1", f.add, args=(tensor,))
+    assert torch.equal(reference.to_here(), tensor + 1)
+    _pass()
 
 
-def _why_not() -> str | None:
-    if shutil.which("ip") is None:
-        return "there is no `ip` here (Debian: iproute2)"
-    probe = f"farprop-probe-{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
-    if made.returncode:
-        return f"network namespaces can't be made here: {made.stderr.strip()}"
-    _ip("netns", "delete", probe)
-    return None
+def _pass() -> None:
+    a = torch.ones(500, 500, requires_grad=True)
+    with autograd.context() as context_id:
+        product = rpc.rpc_sync("worker1", torch.mul, args=(a, 3.0), timeout=50)
+        autograd.backward(context_id, [product.sum()], timeout=50)
+        assert torch.equal(autograd.get_gradients(context_id)[a], torch.full((500, 500), 3.0))
 
 
-class Hosts:
-    """Host 0 at 10.213.77.1 and host 1 at 10.213.77.2."""
-
-    def __init__(self) -> None:
-        self.names = [f"farprop-{os.getpid()}-{i}" for i in range(2)]
-        for name in self.names:
-            _ip("netns", "add", name)
-        _ip("link", "add", "fp0", "netns", self.names[0], "type", "veth", "peer", "name", "fp1", "netns", self.names[1])
-        for i, name in enumerate(self.names):
-            _ip("-n", name, "address", "add", f"10.213.77.{i + 1}/30", "dev", f"fp{i}")
-            _ip("-n", name, "link", "set", "lo", "up")
-            _ip("-n", name, "link", "set", f"fp{i}", "up")
-
-    def cut(self) -> None:
-        _ip("-n", self.names[1], "link", "set", "fp1", "down")
-
-    def mend(self) -> None:
-        _ip("-n", self.names[1], "link", "set", "fp1", "up")
-
-    def start(self, host: int, role: str, directory: Path, **env: str) -> subprocess.Popen[str]:
-        words = ["ip", "netns", "exec", self.names[host], sys.executable, "-c"]
-        code = f"from tests.calls.test_two_hosts import main; main({host}, {role!r}, {str(directory)!r})"
-        return subprocess.Popen(
-            [*words, code],
-            cwd=ROOT,
-            env={**os.environ, "MASTER_ADDR": "10.213.77.1", "MASTER_PORT": "29500", **env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def close(self) -> None:
-        for name in self.names:
-            _ip("netns", "delete", name)
+def test_calls_between_hosts(hosts: Hosts) -> None:
+    with cluster(2, hosts.environments([0, 1])) as job:
+        job.run(0, _calls)
 
 
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    reason = _why_not()
-    if reason is not None:
-        pytest.skip(reason)
-    made = Hosts()
-    yield made
-    made.close()
-
-
-def _end(process: subprocess.Popen[str]) -> str:
-    try:
-        text, _ = process.communicate(timeout=60)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        text, _ = process.communicate()
-        raise AssertionError(f"did not end:\n{text}") from None
-    assert process.returncode == 0, text
-    return text
-
-
-def _mark(directory: str, name: str) -> None:
-    Path(directory, name).touch()
-
-
-def _await_mark(directory: str | Path, name: str) -> None:
-    deadline = time.monotonic() + 60
-    while not Path(directory, name).exists():
-        assert time.monotonic() < deadline, name
-        time.sleep(0.005)
-
-
-def main(rank: int, role: str, directory: str) -> None:
-    """What runs on a host."""
-    torch.set_num_threads(1)
-    if role == "refused":
-        with pytest.raises(RuntimeError, match="share no secret.*FARPROP_SECRET"):
-            rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
-        return
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
-    assert rpc.api.current_agent()._own_entry.tcp[0] == f"10.213.77.{rank + 1}"
-    if rank == 0:
-        tensor = torch.rand(1_000_000)
-        assert torch.equal(rpc.rpc_sync("worker1", f.identity, args=(tensor,)), tensor)
-        assert rpc.rpc_sync("worker1", f.own_name) == "worker1"
-        if role == "cut":
-            waiting = rpc.rpc_async("worker1", f.sleep, args=(1.0,), timeout=3)
-            _mark(directory, "cut now")
-            _await_mark(directory, "is cut")
-            for call in (waiting.wait, lambda: rpc.rpc_sync("worker1", f.noop, timeout=0.5)):
-                with pytest.raises(RpcTimeoutError):
-                    call()
-            _mark(directory, "mend now")
-            _await_mark(directory, "is mended")
-            # TCP sends again what was lost, after a while.
-            assert rpc.rpc_sync("worker1", f.own_name, timeout=50) == "worker1"
-    rpc.shutdown()
-
-
-def test_calls_between_hosts(hosts: Hosts, tmp_path: Path) -> None:
-    processes = [hosts.start(host, "calls", tmp_path, FARPROP_SECRET=SECRET) for host in range(2)]
-    for process in processes:
-        _end(process)
+def _refused(rank: int) -> None:
+    with pytest.raises(RuntimeError, match="share no secret.*FARPROP_SECRET"):
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
 
 
 def test_hosts_without_a_secret_refuse_and_say_how_to_set_one(hosts: Hosts, tmp_path: Path) -> None:
-    processes = []
-    for host in range(2):
-        place = tmp_path / str(host)
-        place.mkdir(mode=0o700)
-        processes.append(hosts.start(host, "refused", tmp_path, XDG_RUNTIME_DIR=str(place)))
-    for process in processes:
-        _end(process)
+    environments: list[dict[str, str | None]] = []
+    for host, environment in enumerate(hosts.environments([0, 1])):
+        (place := tmp_path / str(host)).mkdir(mode=0o700)
+        environments.append({**environment, "FARPROP_SECRET": None, "XDG_RUNTIME_DIR": str(place)})
+    run_workers(_refused, 2, (), environments, check=False)
 
 
-def test_a_cut_cable_costs_the_deadline_and_mends(hosts: Hosts, tmp_path: Path) -> None:
-    processes = [hosts.start(host, "cut", tmp_path, FARPROP_SECRET=SECRET) for host in range(2)]
-    _await_mark(tmp_path, "cut now")
-    hosts.cut()
-    _mark(str(tmp_path), "is cut")
-    _await_mark(tmp_path, "mend now")
-    hosts.mend()
-    _mark(str(tmp_path), "is mended")
-    for process in processes:
-        _end(process)
+# A cable is cut. The promise of calls is their deadline; the connection survives if the cable is mended.
+
+
+def _hold() -> str:
+    _began.set()
+    return f.wait_for_gate()
+
+
+def _await_hold() -> None:
+    assert _began.wait(30)
+
+
+def _call(timeout: float) -> None:
+    with pytest.raises(RpcTimeoutError, match="worker1"):
+        rpc.rpc_sync("worker1", _hold, timeout=timeout)
+
+
+def _more_calls() -> None:
+    with pytest.raises(RpcTimeoutError, match="worker1"):
+        rpc.rpc_sync("worker1", f.noop, timeout=0.5)
+    with pytest.raises(RpcTimeoutError, match="worker1"):
+        rpc.rpc_async("worker1", f.noop, timeout=0.5).wait()
+    reference = rpc.remote("worker1", f.noop, timeout=0.5)
+    with pytest.raises(RpcTimeoutError):
+        reference.to_here(timeout=0.5)
+
+
+def _name(timeout: float) -> Any:
+    return rpc.rpc_sync("worker1", f.own_name, timeout=timeout)
+
+
+def test_cut_in_the_middle_of_a_call(hosts: Hosts) -> None:
+    with cluster(2, hosts.environments([0, 1])) as job:
+        call = job.start(0, _call, 5)
+        job.run(1, _await_hold)
+        hosts.cut(1)
+        call.result()
+        job.run(0, _more_calls)
+        hosts.mend(1)
+        job.run(1, f.open_gate)
+        # TCP sends again what was lost, after a while.
+        assert job.run(0, _name, 50) == "worker1"
+
+
+def _send_until_cut() -> None:
+    tensor = torch.rand(2_000_000)
+    with pytest.raises(RpcTimeoutError, match="worker1"):
+        while True:
+            assert torch.equal(rpc.rpc_sync("worker1", f.identity, args=(tensor,), timeout=3), tensor)
+            _began.set()
+
+
+def test_cut_in_the_middle_of_tensors(hosts: Hosts) -> None:
+    with cluster(2, hosts.environments([0, 1])) as job:
+        sending = job.start(0, _send_until_cut)
+        job.run(0, _await_hold)
+        hosts.cut(1)
+        sending.result()
+        hosts.mend(1)
+        assert job.run(0, _name, 50) == "worker1"
+        job.run(0, _calls)
+
+
+def _failing_pass() -> None:
+    a = torch.ones(2, requires_grad=True)
+    with autograd.context() as context_id:
+        x = rpc.rpc_sync("worker1", g.at_gate, args=(a, "cut"))
+        with pytest.raises(RpcTimeoutError):
+            autograd.backward(context_id, [x.sum()], timeout=3)
+        assert not autograd.get_gradients(context_id)
+
+
+def test_cut_in_the_middle_of_a_backward_pass(hosts: Hosts) -> None:
+    with cluster(2, hosts.environments([0, 1])) as job:
+        failing = job.start(0, _failing_pass)
+        wait_until(lambda: job.run(1, g.was_reached, "cut"))
+        hosts.cut(1)
+        failing.result()
+        hosts.mend(1)
+        job.run(1, g.open_gate, "cut")
+        job.run(0, _pass)
+        # The failed pass is cleaned up on the other host, too, now that it can be told.
+        for rank in range(2):
+            job.run(rank, g.no_contexts_left)
