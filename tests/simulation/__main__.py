@@ -1,4 +1,6 @@
-"""``python -m tests.simulation``: the protocols of remote references and of backward passes in simulated jobs."""
+"""``python -m tests.simulation``: the protocols of remote references, backward passes and process groups in simulated
+jobs.
+"""
 
 import argparse
 import os
@@ -42,7 +44,7 @@ def _run(kind: str, options: argparse.Namespace) -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.simulation",
-        description="The protocols of remote references and of backward passes in simulated jobs.",
+        description="The protocols of remote references, backward passes and process groups in simulated jobs.",
         epilog="flaws: " + ", ".join(FLAWS),
     )
     parser.add_argument("--kind", choices=KINDS, help="only these jobs; if it is one seed, references is what is meant")

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tests.simulation import flaws, world
+from tests.simulation.groups import flaws as group_flaws
+from tests.simulation.groups import world as group_world
 from tests.simulation.outcome import Outcome
 from tests.simulation.passes import flaws as pass_flaws
 from tests.simulation.passes import runtime_flaws
@@ -14,7 +16,7 @@ from tests.simulation.planting import FLAWS, Flaw
 
 __all__ = ["FLAW_FILES", "KINDS", "Kind", "flaws_of"]
 
-FLAW_FILES = (flaws, pass_flaws, runtime_flaws)
+FLAW_FILES = (flaws, pass_flaws, runtime_flaws, group_flaws)
 
 
 class Kind(NamedTuple):
@@ -57,6 +59,12 @@ KINDS = {
             "clean-up": ("clean-ups", "questions"),
         },
         ("timeouts", "failing units", "broken connections", "crashes"),
+    ),
+    "groups": Kind(
+        "Process groups",
+        group_world.run,
+        {"words": ("part words", "closed words", "goodbye words", "broken words")},
+        ("mismatches", "deaths", "partings"),
     ),
 }
 
