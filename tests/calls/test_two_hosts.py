@@ -143,3 +143,16 @@ def test_cut_in_the_middle_of_a_backward_pass(hosts: Hosts) -> None:
         # The failed pass is cleaned up on the other host, too, now that it can be told.
         for rank in range(2):
             job.run(rank, g.no_contexts_left)
+
+
+def _shut_down() -> None:
+    with pytest.raises(RpcTimeoutError):
+        rpc.shutdown(timeout=2)
+
+
+def test_shutdown_after_a_cut_takes_no_longer_than_it_may(hosts: Hosts) -> None:
+    """Also for a worker that has to dial the other one first."""
+    with cluster(2, hosts.environments([0, 1])) as job:
+        hosts.cut(1)
+        for end in [job.start(rank, _shut_down) for rank in range(2)]:
+            end.result()

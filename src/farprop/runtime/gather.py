@@ -110,7 +110,9 @@ def _await(agent: Agent, state: AllGatherStates, names: set[str], own: str, dead
             if state.proceed_signal.is_set():
                 return
             try:
-                agent.link(name)
+                agent.link(name, max(0.001, deadline - time.monotonic()) if deadline else 0.0)
+            except RpcTimeoutError:
+                break  # time is up
             except ConnectionLostError:
                 # It may have said its last word and left: then the signal is set by now.
                 if not state.proceed_signal.wait(_LOOK_AROUND):
