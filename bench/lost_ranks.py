@@ -1,7 +1,8 @@
 """`python -m bench.lost_ranks`: how long it takes until all other ranks know that one is gone.
 
-Ranks run collectives of all kinds. At a random moment one is killed, or its host is cut off; each of the others notes
-when it gets its error. It uses the tests' workers and hosts, and has to be allowed to make network namespaces.
+Ranks run collectives of all kinds, or wait in one for a rank that does not come. At a random moment one rank is killed,
+or its host is cut off; each of the others notes when it gets its error. It uses the tests' workers and hosts, and has
+to be allowed to make network namespaces.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import random
 import sys
 import time
 from statistics import median
+from typing import NamedTuple
 
 from bench import machine
 from tests.groups.native import endless
@@ -20,49 +22,61 @@ from tests.support.workers import processes
 
 _SIZE = 4
 _MOST_COLLECTIVES = 60
+_LONGEST_WAIT = 2.0
+
+
+class Way(NamedTuple):
+    places: list[int]
+    is_cut: bool
+    is_waiting: bool = False
+
+
 WAYS = {
-    "killed, one host": ([0] * _SIZE, False),
-    "killed, two hosts": ([0, 0, 1, 1], False),
-    "killed, four hosts": ([0, 1, 2, 3], False),
-    "host cut off, two hosts": ([0, 0, 1, 1], True),
-    "host cut off, four hosts": ([0, 1, 2, 3], True),
+    "killed, one host": Way([0, 0, 0, 0], is_cut=False),
+    "killed, two hosts": Way([0, 0, 1, 1], is_cut=False),
+    "killed, four hosts": Way([0, 1, 2, 3], is_cut=False),
+    "cut off, two hosts": Way([0, 0, 1, 1], is_cut=True),
+    "cut off, four hosts": Way([0, 1, 2, 3], is_cut=True),
+    "cut off, two hosts that wait": Way([0, 0, 1, 1], is_cut=True, is_waiting=True),
 }
 
 
-def trial(hosts: Hosts, places: list[int], is_cut: bool, seed: int) -> list[float]:
+def trial(hosts: Hosts, way: Way, seed: int) -> list[float]:
     """The seconds until each rank knew."""
     dice = random.Random(seed)
     victim = dice.randrange(_SIZE)
-    with processes(_SIZE, hosts.environments(places), check=False) as job:
+    with processes(_SIZE, hosts.environments(way.places), check=False) as job:
         for start in [job.start(rank, endless.join, rank, _SIZE) for rank in range(_SIZE)]:
             start.result()
-        runs = [job.start(rank, endless.run, list(endless.KINDS), seed) for rank in range(_SIZE)]
-        job.run(victim, endless.await_collectives, dice.randrange(1, _MOST_COLLECTIVES))
+        if way.is_waiting:
+            runs = [job.start(rank, endless.once, "all_reduce") for rank in range(_SIZE) if rank != victim]
+            time.sleep(dice.uniform(0, _LONGEST_WAIT))
+        else:
+            runs = [job.start(rank, endless.run, list(endless.KINDS), seed) for rank in range(_SIZE)]
+            job.run(victim, endless.await_collectives, dice.randrange(1, _MOST_COLLECTIVES))
         began = time.monotonic()
-        if is_cut:
-            hosts.cut(places[victim])
+        if way.is_cut:
+            hosts.cut(way.places[victim])
         else:
             job.kill(victim)
-        knowing = [run for rank, run in enumerate(runs) if is_cut or rank != victim]
-        endings = [run.result() for run in knowing]
-        if is_cut:
-            hosts.mend(places[victim])
+            del runs[victim]
+        endings = [run.result() for run in runs]
+        if way.is_cut:
+            hosts.mend(way.places[victim])
         return [ending.when - began for ending in endings]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.lost_ranks")
-    parser.add_argument("--trials", type=int, default=50, help="of each way (%(default)s)")
-    parser.add_argument("--only", choices=WAYS, help="one way")
+    parser.add_argument("--trials", type=int, default=40, help="of each way (%(default)s)")
     options = parser.parse_args()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # c10d warns of addresses that have no name
     print(machine.describe(machine.facts()))
     with Hosts(_SIZE) as hosts:
-        for way in [options.only] if options.only else WAYS:
-            seconds = [time_ for seed in range(options.trials) for time_ in trial(hosts, *WAYS[way], seed)]
-            print(
-                f"{way}: median {median(seconds):.3f} s, longest {max(seconds):.3f} s, {len(seconds)} ranks", flush=True
-            )
+        for name, way in WAYS.items():
+            seconds = [taken for seed in range(options.trials) for taken in trial(hosts, way, seed)]
+            figures = f"median {median(seconds):.3f} s, longest {max(seconds):.3f} s"
+            print(f"{name:30}{figures} ({len(seconds)} ranks in {options.trials} trials)", flush=True)
     return 0
 
 

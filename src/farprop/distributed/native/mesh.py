@@ -175,7 +175,7 @@ class Mesh:
                 self._lose(peer, "its host does not answer any more")
 
     def _beat(self, peer: int) -> None:
-        """Send something that has to be acknowledged. If there is no room, there is something to acknowledge already."""
+        """Send something that has to be acknowledged. If there is no room, something is on its way."""
         if self._locks[peer].acquire(blocking=False):
             try:
                 self._sockets[peer].send(BEAT, _FLAGS)

@@ -15,7 +15,10 @@ from enum import Enum
 LOOK_SECONDS = 0.2
 _QUIET_MS = 400
 _SILENT_MS = 1250
-_IN_VAIN = 2
+_RESENT_IN_VAIN = 2
+# A host may leave one of these questions open: Linux answers two within half a second once. And the last one may have
+# been asked this moment.
+_ASKED_IN_VAIN = 3
 
 # Of Linux's tcp_info: how often bytes, or a question whether the other end has room for some, were sent again; how many
 # packets are on their way; and the milliseconds since the last acknowledgement.
@@ -40,7 +43,7 @@ def watch(sock: socket.socket) -> None:
 def look(sock: socket.socket) -> Pulse:
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     resent, asked, on_the_way, milliseconds = _TCP_INFO.unpack(info)
-    if milliseconds >= _SILENT_MS and resent + asked >= _IN_VAIN:
+    if milliseconds >= _SILENT_MS and (resent >= _RESENT_IN_VAIN or asked >= _ASKED_IN_VAIN):
         return Pulse.GONE
     if milliseconds >= _QUIET_MS and not on_the_way and not asked:
         return Pulse.QUIET
