@@ -54,7 +54,7 @@ class NativeProcessGroup(ProcessGroup):
         self._reductions: dict[Any, Reduction] = {}
         self._closing = threading.Lock()
         self._is_closed = False
-        self._pid = os.getpid()
+        self._is_forked = False
         _open_groups.add(self)
 
     def getBackendName(self) -> str:  # noqa: N802
@@ -212,6 +212,10 @@ class NativeProcessGroup(ProcessGroup):
             self._commons.wake()
 
     def _check_open(self) -> None:
+        if self._is_forked:
+            raise UsageError(
+                f"This process was forked from rank {self.rank()}, and is not of its group. Have the rank use it."
+            )
         if self._is_closed:
             raise UsageError("This group was destroyed. Make another one with init_process_group or new_group.")
 
@@ -232,8 +236,16 @@ class NativeProcessGroup(ProcessGroup):
 
     def leave(self) -> None:
         """Say goodbye, and nothing else: this process ends."""
-        if not self._is_closed and self._pid == os.getpid():  # a forked child is not of the group
+        if not self._is_closed:
             self._mesh.say_goodbye()
+
+    def abandon(self) -> None:
+        """In a forked child: close the descriptors, touch nothing else. The threads are the parent's."""
+        self._is_closed = self._is_forked = True
+        self._closing = threading.Lock()
+        self._mesh.abandon()
+        if self._commons is not None:
+            self._commons.close()
 
     def abort(self) -> None:
         """Have the other ranks give up, too, whatever they do."""
@@ -246,3 +258,14 @@ def _leave_at_exit() -> None:
     """A program that ends without destroy_process_group has left, and not died."""
     for group in list(_open_groups):
         group.leave()
+
+
+def _after_fork_in_child() -> None:
+    """A forked child is not a rank. If it kept the connections open, nobody would notice when its parent dies."""
+    for group in list(_open_groups):
+        if not group._is_closed:
+            group.abandon()
+    _open_groups.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -224,13 +224,21 @@ class Mesh:
         self._stop.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
+        self._close_descriptors()
+        self.inbox.fail(
+            CollectiveError(f"The group was destroyed on rank {self.rank} before this was received."), lambda _: True
+        )
+
+    def abandon(self) -> None:
+        """In a forked child: nothing is said to anybody."""
+        self._stop.close()
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
         self._selector.close()
         self._stopped.close()
         for sock in self._sockets.values():
             sock.close()
-        self.inbox.fail(
-            CollectiveError(f"The group was destroyed on rank {self.rank} before this was received."), lambda _: True
-        )
 
 
 class _Reader:

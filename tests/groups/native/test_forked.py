@@ -1,0 +1,73 @@
+"""A child that a rank forks, as data loaders do, is not of its group."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from farprop.errors import UsageError
+from tests.groups.kinds import default_group
+from tests.groups.native import endless
+from tests.groups.native.places import environment
+from tests.groups.native.test_deaths import check_lost, join_all
+from tests.support.workers import processes, run_workers
+
+PLACE = pytest.mark.parametrize("place", ["one", "tcp"])
+
+
+def fork_one_that_stays() -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.pause()
+        finally:
+            os._exit(1)
+    return pid
+
+
+@PLACE
+def test_a_child_does_not_keep_a_dead_rank_alive(place):
+    with processes(2, environment(place, 2), check=False) as job:
+        join_all(job, 2)
+        child = job.run(1, fork_one_that_stays)
+        try:
+            waiting = job.start(0, endless.once, "all_reduce")
+            job.kill(1)
+            check_lost(waiting.result(), {1})
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def use_it_in_a_child() -> None:
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with pytest.raises(UsageError) as caught:
+                dist.all_reduce(torch.ones(1))
+            dist.destroy_process_group()  # which says nothing to the other ranks
+            os.write(writing, str(caught.value).encode())
+        finally:
+            os._exit(1)
+    os.close(writing)
+    with open(reading) as text:
+        assert "forked from rank 1, and is not of its group" in text.read()
+    os.waitpid(pid, 0)
+
+
+def fork_and_go_on(rank: int, size: int) -> None:
+    with default_group("farprop", rank, size):
+        if rank == 1:
+            use_it_in_a_child()
+        x = torch.ones(3)
+        dist.all_reduce(x)
+        assert x.equal(torch.full((3,), float(size)))
+
+
+@PLACE
+def test_a_child_that_uses_the_group_is_told(place):
+    run_workers(fork_and_go_on, 2, (2,), environment(place, 2))
