@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -78,3 +79,23 @@ def test_connections_within_a_host_need_no_beats():
     ours, theirs = near()
     with ours, theirs:
         assert not pulse.can_watch(ours)
+
+
+class Endless:
+    """A reader of one that sends faster than can be read."""
+
+    def read(self) -> bool:
+        return True
+
+
+def test_one_that_never_stops_sending_does_not_hide_the_others():
+    news = threading.Event()
+    (first, talker), (second, dying) = near(), near()
+    with talker, dying:
+        mesh = Mesh(0, {1: first, 2: second}, 1 << 20, news.set)
+        mesh._readers[1] = Endless()
+        talker.send(BEAT)
+        dying.close()
+        assert news.wait(60)
+        assert "lost rank 2" in str(mesh.standing.failure)
+        mesh.close()

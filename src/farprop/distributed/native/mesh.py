@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Mapping
 
 from farprop.distributed.native import pulse
-from farprop.distributed.native.frames import BEAT, HEADER, Kind, pack, unpack
-from farprop.distributed.native.inbox import Inbox, Letter, Receipt
+from farprop.distributed.native.frames import BEAT, Kind, pack
+from farprop.distributed.native.inbox import Inbox, Receipt
 from farprop.distributed.native.pulse import Pulse
+from farprop.distributed.native.reader import Reader
 from farprop.distributed.native.standing import Standing
 from farprop.errors import CollectiveError, CollectiveTimeoutError, ProtocolError, RankLostError, renewed
 
@@ -26,6 +27,7 @@ _log = logging.getLogger("farprop.distributed")
 _FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 _GOODBYE_SECONDS = 1.0
 _TELL_SECONDS = 0.5
+_READS_A_TURN = 64  # then it is the turn of the next rank
 _LEFT = "it has left the group"
 
 
@@ -42,7 +44,7 @@ class Mesh:
         self._locks = {peer: threading.Lock() for peer in peers}
         self._sockets = dict(peers)
         self._gone: dict[int, str] = {}
-        self._readers = {peer: _Reader(self, peer, sock, max_length) for peer, sock in peers.items()}
+        self._readers = {peer: Reader(self, peer, sock, max_length) for peer, sock in peers.items()}
         self._selector = selectors.DefaultSelector()
         self._stop, stopped = socket.socketpair()
         self._stopped = stopped
@@ -154,8 +156,9 @@ class Mesh:
                     return
                 peer: int = key.data
                 try:
-                    while self._readers[peer].read():
-                        pass
+                    for _ in range(_READS_A_TURN):
+                        if not self._readers[peer].read():
+                            break
                 except (OSError, ProtocolError) as error:
                     self._lose(peer, str(error) or type(error).__name__)
                 if peer in self._gone:
@@ -239,66 +242,3 @@ class Mesh:
         self._stopped.close()
         for sock in self._sockets.values():
             sock.close()
-
-
-class _Reader:
-    """Puts together what comes from one rank."""
-
-    def __init__(self, mesh: Mesh, peer: int, sock: socket.socket, max_length: int) -> None:
-        self._mesh, self._peer, self._sock = mesh, peer, sock
-        self._max_length = max_length
-        self._begin()
-
-    def _begin(self) -> None:
-        self._head = bytearray(HEADER.size)
-        self._room = memoryview(self._head)
-        self._letter: Letter | None = None
-        self._fields: tuple[Kind, int, int, int] | None = None
-
-    def read(self) -> bool:
-        """Read what is there; False if that was all."""
-        if len(self._room):
-            try:
-                count = self._sock.recv_into(self._room, 0, _FLAGS)
-            except BlockingIOError:
-                return False
-            if not count:
-                raise ConnectionResetError("its connection has closed")
-            self._room = self._room[count:]
-        while not len(self._room):
-            if not self._advance():
-                return False
-        return True
-
-    def abandon(self, error: Exception) -> None:
-        """Nothing more comes: whoever waits for what has begun to come waits in vain."""
-        if self._letter is not None and self._letter.receipt is not None:
-            self._letter.receipt.end(error)
-
-    def _advance(self) -> bool:
-        """A header, a text or the bytes are complete. False if nothing comes after it."""
-        if self._letter is not None:
-            self._mesh.inbox.close(self._letter)
-            self._begin()
-        elif self._fields is None and not self._head[0]:
-            begun = self._head.lstrip(BEAT)
-            self._head[: len(begun)] = begun
-            self._room = memoryview(self._head)[len(begun) :]
-        elif self._fields is None:
-            self._fields = unpack(self._head, self._max_length)
-            self._text = bytearray(self._fields[1])
-            self._room = memoryview(self._text)
-        else:
-            kind, _, key, length = self._fields
-            text = self._text.decode(errors="replace")
-            if kind in (Kind.PART, Kind.STATED):
-                self._mesh.standing.hear(self._peer, key, text)
-            if kind not in (Kind.PART, Kind.MESSAGE):
-                self._mesh.handle(self._peer, kind, text)
-                self._begin()
-                return kind != Kind.GOODBYE
-            self._letter = Letter(kind, self._peer, key, text, length)
-            self._mesh.inbox.open(self._letter)
-            assert self._letter.room is not None
-            self._room = self._letter.room
-        return True
