@@ -14,7 +14,7 @@ from enum import Enum
 
 LOOK_SECONDS = 0.2
 _QUIET_MS = 400
-_SILENT_MS = 1250
+_SILENT_MS = 1500
 _RESENT_IN_VAIN = 2
 # A host may leave one of these questions open: Linux answers two within half a second once. And the last one may have
 # been asked this moment.
