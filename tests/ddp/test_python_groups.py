@@ -95,6 +95,26 @@ def test_what_an_iteration_costs():
     assert group.bytes["allreduce"] == 3 * sum(parameter.nbytes for parameter in layer.parameters())
 
 
+@pytest.mark.parametrize(("options", "sizes"), [({}, [3, 12, 12, 9]), ({"bucket_cap_mb": 25}, [27, 9])])
+def test_how_much_travels_together(options, sizes):
+    """In thirds, so that most of it is reduced while backward runs, if nobody says how much."""
+    group = CountingProcessGroup(LonelyProcessGroup())
+    layers = [nn.Linear(1024, 768, bias=False) for _ in range(12)]  # of 3 MiB
+    ddp = DistributedDataParallel(nn.ModuleList(layers), process_group=group, **options)
+    sent: list[int] = []
+    allreduce = group.allreduce
+
+    def noting(tensors: Any, opts: Any = None) -> Any:
+        sent.append(sum(tensor.nbytes for tensor in tensors) >> 20)
+        return allreduce(tensors, opts)
+
+    ddp.module.forward = lambda x: sum(layer(x).sum() for layer in layers)
+    group.allreduce = noting
+    for _ in range(2):
+        ddp(torch.ones(1, 1024)).backward()
+    assert sent[-len(sizes) :] == sizes
+
+
 def on_several(rank: int, size: int, kind: str) -> None:
     with default_group(kind, rank, size):
         for options in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}):

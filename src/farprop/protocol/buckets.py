@@ -103,25 +103,26 @@ class Reduction:
             self._mark(index)
         return self._full()
 
-    def ready(self, index: int) -> list[int]:
-        """A gradient has come."""
-        if self.state is State.LAUNCHED:
-            raise ReductionError(self._came_again(index))
+    def ready(self, index: int) -> Sequence[int]:
+        """A gradient has come. On the way of every parameter, so what is usual comes first."""
         if self.state is not State.RUNNING:
-            return []
+            if self.state is State.LAUNCHED:
+                raise ReductionError(self._came_again(index))
+            return ()
         came = self._came[index] = self._came[index] + 1
         if self.learns_now:
             if came == 1:
                 self._note_order(index)
-            return []
-        if came < self._times[index]:
-            return []
-        if came > self._times[index]:
-            raise ReductionError(self._came_again(index))
-        self._note_order(index)
+            return ()
+        if came != self._times[index]:
+            if came > self._times[index]:
+                raise ReductionError(self._came_again(index))
+            return ()
+        if not self.is_order_known:
+            self.order.append(index)
         bucket = self._bucket_of[index]
         left = self._left[bucket] = self._left[bucket] - 1
-        return [] if left or bucket != self._launched else self._full()
+        return () if left or bucket != self._launched else self._full()
 
     def is_there(self, index: int) -> bool:
         """Whether all of a gradient has come, in an iteration that does not just count."""

@@ -38,8 +38,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         init_sync: check that ranks have the same parameters, and give all those of rank 0. Without it that is up to
             you.
         process_group: any group; unset, the default group of ``torch.distributed``.
-        bucket_cap_mb: about how many MiB of gradients travel together; unset 25, and 1 for the first, so that it
-            leaves early.
+        bucket_cap_mb: about how many MiB of gradients travel together; unset a third of them, but 25 at most, and 1 for
+            the first, so that it leaves early.
         find_unused_parameters: some parameters may not take part in the loss. It costs a walk of the graph and a small
             collective in each iteration.
         check_reduction: accepted as torch does.
@@ -82,8 +82,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if init_sync:
             check_same(self.process_group, [name for name, _ in found], [leaf for _, leaf in found])
             self._broadcast_states(0)
-        limit = int((25 if bucket_cap_mb is None else bucket_cap_mb) * _MIB)
-        self._limits = (_MIB if bucket_cap_mb is None else limit, limit)
+        self._limits = _bucket_limits(bucket_cap_mb, sum(leaf.nbytes for _, leaf in found))
         self._reducer = self._new_reducer()
 
     def _new_reducer(self) -> Reducer:
@@ -259,6 +258,14 @@ class DistributedDataParallel(nn.Module, Joinable):
 
 def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, leaf) for name, leaf in module.named_parameters() if leaf.requires_grad]
+
+
+def _bucket_limits(cap_mb: float | None, total: int) -> tuple[int, int]:
+    """Bytes of the first bucket, and of the others."""
+    if cap_mb is not None:
+        return int(cap_mb * _MIB), int(cap_mb * _MIB)
+    # What comes last is reduced when backward has nothing left to do, so that should not be most of it.
+    return _MIB, min(25 * _MIB, max(_MIB, total // 3))
 
 
 def _default_group() -> dist.ProcessGroup:

@@ -35,7 +35,8 @@ class Memory:
         self._members = buckets
         self.buckets = [Bucket([parameters[i] for i in members], sparse[members[0]]) for members in buckets]
         self._bucket_of: dict[int, Bucket] = {}
-        self._large = {index for index, leaf in enumerate(parameters) if leaf.numel() > _LARGE}
+        self.large = {index for index, leaf in enumerate(parameters) if leaf.numel() > _LARGE}
+        self._taken: set[int] = set()  # in this iteration
         self.views: dict[int, torch.Tensor] = {}
         for bucket, members in zip(self.buckets, buckets, strict=True):
             self._bucket_of.update(dict.fromkeys(members, bucket))
@@ -44,6 +45,7 @@ class Memory:
 
     def take(self, index: int, gradient: torch.Tensor | None, scale: float | None) -> None:
         """Bring a gradient to its place in the bucket, multiplied by ``scale``; small ones wait for :meth:`fill`."""
+        self._taken.add(index)
         view = self.views.get(index)
         if view is None:
             self._take_sparse(index, gradient, scale)
@@ -57,20 +59,28 @@ class Memory:
         elif gradient is view:
             if scale is not None:
                 view.mul_(scale)
-        elif scale is not None and index in self._large and gradient.dtype == view.dtype:
+        elif scale is not None and index in self.large and gradient.dtype == view.dtype:
             torch.mul(gradient, scale, out=view)
         else:
             self._bucket_of[index].waiting.append((view, gradient))
 
-    def fill(self, number: int, scale: float | None) -> None:
-        """Bring the gradients that wait to their places: all at once, because a call costs more than a small copy."""
+    def fill(self, number: int, home: Home, scale: float | None) -> None:
+        """Bring all gradients that are not there yet to their places: at once, because a call costs more than a small
+        copy.
+        """
+        for index in self._members[number]:
+            if index not in self._taken:
+                self.take(index, home.get(self._parameters[index]), scale)
         bucket = self.buckets[number]
         waiting, bucket.waiting = bucket.waiting, []
         if waiting:
             views = [view for view, _ in waiting]
             torch._foreach_copy_(views, [gradient for _, gradient in waiting])
             if scale is not None:
-                torch._foreach_mul_(views, scale)
+                if len(waiting) == len(self._members[number]):
+                    bucket.flat.mul_(scale)
+                else:
+                    torch._foreach_mul_(views, scale)
 
     def _take_sparse(self, index: int, gradient: torch.Tensor | None, scale: float | None) -> None:
         bucket = self._bucket_of[index]
@@ -87,6 +97,7 @@ class Memory:
     def give(self, number: int, home: Home, unused: set[int]) -> None:
         """Bring the gradients of a bucket home, except those that no rank has."""
         bucket, members = self.buckets[number], self._members[number]
+        self._taken.difference_update(members)
         places = [bucket.flat] if bucket.is_sparse else bucket.views
         used = [(self._parameters[i], place) for i, place in zip(members, places, strict=True) if i not in unused]
         if used:

@@ -186,10 +186,14 @@ class Reducer:
                 if machine.state is State.EXPECTING:
                     self._begin()
                 launches = machine.ready(index)
-                if machine.is_there(index):
+                # Small ones are taken when their bucket is launched: here, each line is paid for every parameter.
+                if index in self._memory.large and machine.is_there(index):
                     self._memory.take(index, self._home.get(leaf), self._scale)
-                    if launches:
-                        self._go_on(launches)
+                    if self._as_views and self._home is self._in_grad and index in self._memory.views:
+                        # Frees the gradient's own memory, which the next layer's can have while it is in the cache.
+                        leaf.grad = self._memory.views[index]
+                if launches:
+                    self._go_on(launches)
             except BaseException:
                 self._abandon()
                 raise
@@ -204,8 +208,6 @@ class Reducer:
         if machine.learns_now:
             _queue_callback(self._end_of_first)
             return
-        for index in machine.expected_unused:
-            self._memory.take(index, self._home.get(self._parameters[index]), self._scale)
         if launches:
             self._go_on(launches)
 
@@ -213,12 +215,10 @@ class Reducer:
         """The first backward pass of a static graph has ended. Everything is reduced now."""
         with self._lock, torch.no_grad(), self._or_abandon():
             launches = self._machine.learned()
-            for index, leaf in enumerate(self._parameters):
-                self._memory.take(index, self._home.get(leaf), self._scale)
             self._launch(launches, tells_use=True)
         self._finish()
 
-    def _go_on(self, launches: list[int]) -> None:
+    def _go_on(self, launches: Sequence[int]) -> None:
         self._launch(launches, self._tells_use)
         if self._machine.state is State.LAUNCHED:
             if self._home is self._in_grad:
@@ -230,10 +230,10 @@ class Reducer:
     def _tells_use(self) -> bool:
         return self._finds_unused or self._machine.is_learning
 
-    def _launch(self, numbers: list[int], tells_use: bool) -> None:
+    def _launch(self, numbers: Sequence[int], tells_use: bool) -> None:
         for number in numbers:
             bucket = self._memory.buckets[number]
-            self._memory.fill(number, self._scale)
+            self._memory.fill(number, self._home, self._scale)
             bucket.future = self._reduce(number, bucket.flat)
         if tells_use and self._machine.state is State.LAUNCHED:
             self._use.launch(self.group)
