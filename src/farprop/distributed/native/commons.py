@@ -1,9 +1,9 @@
 """The memory that the ranks of one host have in common, and the steps that they take in it together.
 
-Each rank has three slots for data, and writes in its own alone. Ranks move in *steps*: a rank publishes the number of
-steps that it has done, and waits until all have done as many. What is written in one step is read in the next, or in
-the one after that, and three steps later its slot is written again: nobody reads it any more, because all have passed
-the step in between. Steps are counted through all collectives, so one that ends needs no step of its own.
+Each rank has three slots for data. Ranks move in *steps*: a rank publishes the number of steps that it has done, and
+waits until all have done as many. What is written in one step is read in the next, or in the one after that, and three
+steps later its slot is written again: nobody reads it any more, because all have passed the step in between. Steps are
+counted through all collectives, so one that ends needs no step of its own.
 
 This relies on other processors seeing stores in the order in which they were made, which x86-64 promises.
 """
