@@ -9,13 +9,15 @@ from unittest import mock
 import pytest
 
 import farprop.rpc as rpc
-from farprop.errors import ConnectionLostError, UsageError
+from farprop.errors import ConnectionLostError, ReferenceLostError, UsageError
 from farprop.protocol.quiescence import Quiescence
 from farprop.rpc import api
+from farprop.runtime import owner_calls
+from farprop.runtime.current import current_agent
 from farprop.testing import faults
 from tests.calls import functions as f
 from tests.references import functions as g
-from tests.references.looking import become_empty, wait_until
+from tests.references.looking import become_empty, owned, wait_until
 from tests.support.workers import Cluster, cluster, run_workers
 
 _went_on = threading.Event()
@@ -169,3 +171,18 @@ def test_a_reference_of_an_earlier_init_reaches_nothing_new(env: dict[str, str])
         for start in starts:
             start.result()
         c.run(0, _use_what_is_of_the_past)
+
+
+def _ask_after_letting_go() -> None:
+    """As when a question times out, its reference is dropped, and the owner looks at the question last."""
+    rref = rpc.remote("worker1", f.identity, args=(1,))
+    assert rref.to_here() == 1
+    name = rref._record.rref
+    del rref
+    wait_until(lambda: rpc.rpc_sync("worker1", owned) == 0)
+    with pytest.raises(ReferenceLostError):
+        current_agent().call_sync("worker1", owner_calls.fetch, (name.created_on, name.local_id, False), {}, 20.0)
+
+
+def test_a_question_that_is_looked_at_after_its_reference_was_dropped(workers: Cluster) -> None:
+    workers.run(0, _ask_after_letting_go)

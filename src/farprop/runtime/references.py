@@ -43,7 +43,8 @@ from farprop.wire.codec import Encoded
 from farprop.wire.frames import FORKS, REMOTE, Frame
 
 _DROPPABLE = frozenset({User.CREATING, User.ARRIVED, User.CONFIRMED, User.DOUBTFUL, User.VOID})
-_GIVING_UP = frozenset({Kind.RECALL, Kind.FORGO})
+_GIVING_UP = frozenset({Kind.RECALL, Kind.FORGO, Kind.DELETE})
+_REMEMBERED = 1000  # far more than requests of one worker that are read and not run yet
 _get_ident = threading.get_ident
 _R = TypeVar("_R")
 
@@ -106,6 +107,7 @@ class ReferenceSpace:
         self._drops: deque[UserReference] = deque()
         self._nudged = False
         self._early: dict[GlobalId, Cell] = {}  # values that were asked for before the call that makes them came
+        self._given_up: dict[GlobalId, None] = {}  # those that were given up last, in order
         self._own_calls: dict[GlobalId, OwnedValue] = {}  # values that calls to ourselves will make
         self._instances: dict[int, str] = {}
         self._closed = False
@@ -417,7 +419,7 @@ class ReferenceSpace:
             value = self._machine.find(rref)
             if value is not None:
                 return self._cell(value)
-            if not exists and self._machine.may_come(rref):
+            if not exists and rref not in self._given_up and self._machine.may_come(rref):
                 return self._early.setdefault(rref, Cell())
         raise ReferenceLostError(
             f"{self._worker} does not have the value of RRef {rref}: it was freed because a worker that held it died "
@@ -436,8 +438,12 @@ class ReferenceSpace:
                 raise ConnectionLostError(f"{self._worker} has taken this worker for dead.")
             results = self._machine.incoming(peer, batch).results
             for operation in batch.operations:
-                # Whoever asked for a value before the call came that makes it need not wait any more.
+                # Whoever asked for a value before the call came that makes it need not wait any more. Nor whoever asked
+                # before this, and is looked at after it: requests run in any order.
                 if operation.kind in _GIVING_UP and self._machine.find(operation.rref) is None:
+                    self._given_up[operation.rref] = None
+                    if len(self._given_up) > _REMEMBERED:
+                        del self._given_up[next(iter(self._given_up))]
                     cell = self._early.pop(operation.rref, None)
                     if cell is not None:
                         broken.append((operation.rref, cell))
@@ -497,6 +503,7 @@ class ReferenceSpace:
     def died(self, rank: int) -> None:
         def die() -> list[Cell]:
             self._machine.died(rank)
+            self._given_up = {rref: None for rref in self._given_up if rref.created_on != rank}
             return [self._early.pop(rref) for rref in list(self._early) if rref.created_on == rank]
 
         self._batches.forget(rank)
