@@ -17,7 +17,7 @@ def main(package: str, rank: int, size: int, port: int) -> None:
     from bench.works import WORKS, Api
 
     torch.set_num_threads(1)
-    # the bias of torch's first backward pass, which has nothing to do with us
+    # torch's hints about its own threads and devices are not for those who read a table
     warnings.filterwarnings("ignore", category=UserWarning)
     api = Api(package)
     # Gloo on both sides: farprop's DistributedDataParallel is measured on it too.

@@ -71,7 +71,7 @@ class Reduction:
         self._rank = rank
         self._times = [1] * len(self._parameters)  # how often each gradient comes
         self._unused: frozenset[int] = frozenset()
-        self.expected_unused: frozenset[int] = frozenset()
+        self._expected_unused: frozenset[int] = frozenset()
         self._came = [0] * len(self._parameters)
         self.set_buckets(buckets)
 
@@ -88,7 +88,7 @@ class Reduction:
         if self.state in (State.RUNNING, State.LAUNCHED):
             raise ReductionError("A forward pass ended while gradients were reduced.")
         self._reset()
-        self.expected_unused = self._unused.union(unused)
+        self._expected_unused = self._unused.union(unused)
         self.state = State.EXPECTING
 
     def begin(self, can_learn: bool = True) -> list[int]:
@@ -99,7 +99,7 @@ class Reduction:
         self.learns_now = self.is_learning and can_learn
         if self.learns_now:
             return []
-        for index in sorted(self.expected_unused):
+        for index in sorted(self._expected_unused):
             self._mark(index)
         return self._full()
 
@@ -205,7 +205,7 @@ class Reduction:
         self._left = [len(bucket) for bucket in self.buckets]
         self._launched = 0
         self.learns_now = False
-        self.expected_unused = frozenset()
+        self._expected_unused = frozenset()
 
     def _mark(self, index: int) -> None:
         self._came[index] = self._times[index]

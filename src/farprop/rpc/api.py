@@ -339,12 +339,20 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
                 _wait_all_workers(timeout)
                 _let_work_end(agent, timeout)  # which may still use references
                 _delete_all_user_and_unforked_owner_rrefs()
-                _report_leaks(agent, _wait_for_all_work(agent, timeout))
+                leaks: list[LiveReference] = []
+                # After the last round the others leave, and what they held counts no more.
+                _wait_for_all_work(agent, timeout, lambda: _note_owned(leaks))
+                _report_leaks(agent, leaks)
             else:
                 _wait_for_own_work(agent, timeout)
                 agent.leave()
     finally:
         _finalize_shutdown()
+
+
+def _note_owned(found: list[LiveReference]) -> None:
+    """Which values of this worker others refer to now."""
+    found[:] = [reference for reference in live_references() if reference.role == "owner"]
 
 
 def _report_leaks(agent: Agent, leaks: list[LiveReference]) -> None:
@@ -365,21 +373,18 @@ def _finalize_shutdown() -> None:
     agent.shutdown()
 
 
-def _wait_for_all_work(agent: Agent, timeout: float) -> list[LiveReference]:
-    """Rounds of reports until all workers agree that nothing is left to do.
-
-    Returns which values of this worker others referred to at the end. It looks before the last round, because
-    after that the others leave, and what they held counts no more.
-    """
+def _wait_for_all_work(agent: Agent, timeout: float, before_round: Callable[[], None] | None = None) -> None:
+    """Rounds of reports until all workers agree that nothing is left to do."""
     deadline = time.monotonic() + timeout if timeout else 0.0
     machine = Quiescence()
     while True:
         _pause_until(lambda: agent.idle, 0.05)
         left = max(0.001, deadline - time.monotonic()) if deadline else 0.0
         report = Report(agent.requests_sent, agent.idle)
-        owned = [reference for reference in live_references() if reference.role == "owner"]
+        if before_round is not None:
+            before_round()
         if machine.round(_gather(report, None, left, SYSTEM)):
-            return owned
+            return
 
 
 def _let_work_end(agent: Agent, timeout: float) -> None:

@@ -9,15 +9,14 @@ import time
 from collections.abc import Callable
 
 import pytest
-import torch.distributed as dist
 
-from farprop.errors import RankLostError, RendezvousError
+from farprop.errors import RankLostError
 from tests.groups import test_collectives as every_group
 from tests.groups.kinds import default_group
 from tests.groups.native import endless
 from tests.groups.native import test_collectives as native
 from tests.groups.native.test_deaths import check_lost, join_all
-from tests.groups.store_group import job_store
+from tests.groups.native.test_failures import refused
 from tests.support.hosts import Hosts
 from tests.support.workers import Cluster, processes, run_workers
 
@@ -48,20 +47,12 @@ def test_who_is_on_one_host_is_found_out(hosts):
             assert family == (socket.AF_UNIX if is_near else socket.AF_INET)
 
 
-def refused(rank: int, size: int) -> None:
-    store = job_store(rank, size)
-    with pytest.raises(RendezvousError, match="share no secret.*FARPROP_SECRET"):
-        dist.init_process_group("farprop", store=store, rank=rank, world_size=size)
-    store.set(f"done/{rank}", "")
-    store.wait([f"done/{other}" for other in range(size)])
-
-
 def test_hosts_without_a_secret_refuse_and_say_how_to_set_one(hosts, tmp_path):
     environments = []
     for host, environment in enumerate(hosts.environments([0, 1])):
         (place := tmp_path / str(host)).mkdir(mode=0o700)
         environments.append({**environment, "FARPROP_SECRET": None, "XDG_RUNTIME_DIR": str(place)})
-    run_workers(refused, 2, (2,), environments, check=False)
+    run_workers(refused, 2, (2, "share no secret.*FARPROP_SECRET"), environments, check=False)
 
 
 # A cable is cut
