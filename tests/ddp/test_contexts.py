@@ -93,7 +93,7 @@ def fail(rank: int, group: dist.ProcessGroup, options: dict[str, Any]) -> None:
     """The second iteration's collective fails: its pass leaves no gradient behind, and the third is as ever."""
     ours = Split(True)
     del ours.after.never
-    faulty = FaultyProcessGroup(group, fail=[3])  # the second is the new order of buckets
+    faulty = FaultyProcessGroup(group, fail=[4])  # after the two that tell the new buckets
     ddp = DistributedDataParallel(ours, process_group=faulty, init_sync=False, **options)
     for number in range(3):
         with dist_autograd.context() as context_id:

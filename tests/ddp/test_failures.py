@@ -50,7 +50,7 @@ def failing(rank: int, size: int) -> None:
     with default_group("gloo", rank, size) as group:
         for views in (False, True):
             # Without init_sync the first collective is that of the first bucket. The third iteration's fails.
-            faulty = FaultyProcessGroup(group, fail=[4])
+            faulty = FaultyProcessGroup(group, fail=[5])
             ours, right = Net(), Net()
             ddp = DistributedDataParallel(ours, process_group=faulty, init_sync=False, gradient_as_bucket_view=views)
             for number in range(5):
@@ -58,7 +58,7 @@ def failing(rank: int, size: int) -> None:
                 right.zero_grad()
                 loss = ddp(share(batch(size, number), rank)).mean()
                 if number == 2:
-                    with pytest.raises(InjectedFaultError, match="Collective 4 of rank"):
+                    with pytest.raises(InjectedFaultError, match="Collective 5 of rank"):
                         loss.backward()
                     continue
                 loss.backward()
@@ -115,7 +115,11 @@ def test_a_backward_pass_that_raises_behind_the_module():
 
 def different(rank: int, size: int) -> None:
     with default_group("gloo", rank, size):
-        text = r"modules of ranks \[1\] differ from that of rank 0. The first difference is in parameter 0, here weight"
+        text = r"modules of ranks \[1\] differ from that of rank 0. " + (
+            r"The first difference is in parameter 0: rank 0 has weight, \(3, 4\), .*; this rank has weight, \(4, 4\), "
+            if rank == 1
+            else "This rank has what rank 0 has."
+        )
         with pytest.raises(UsageError, match=text):
             DistributedDataParallel(nn.Linear(4, 3 + (rank == 1)))
         with pytest.raises(UsageError, match=r"ranks \[2\].* They have \[2, 2, 1\] parameters"):

@@ -90,8 +90,8 @@ def test_what_an_iteration_costs():
     group.bytes.clear()
     for _ in range(3):
         ddp(torch.ones(1, 4)).sum().backward()
-    # One bucket in each iteration; and once the order.
-    assert group.calls == {"allreduce": 3, "broadcast": 1}
+    # One bucket in each iteration; and once their order and sizes.
+    assert group.calls == {"allreduce": 3, "broadcast": 2}
     assert group.bytes["allreduce"] == 3 * sum(parameter.nbytes for parameter in layer.parameters())
 
 

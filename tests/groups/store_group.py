@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from farprop.distributed import ProcessGroup, Work
-from farprop.distributed.work import NO_TIMEOUT, completed
+from farprop.distributed.calling import NO_TIMEOUT
+from farprop.distributed.work import completed
 from farprop.errors import CollectiveTimeoutError
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from farprop.distributed.work import NO_TIMEOUT
+from farprop.distributed.calling import NO_TIMEOUT
 from farprop.distributed.wrapping import WrappedProcessGroup, WrappedWork
 
 __all__ = ["CountingProcessGroup"]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
+from farprop.distributed.calling import wait_within
 from farprop.errors import CollectiveTimeoutError
 
 # Messages of derived collectives have a tag of their own, so that they don't meet those of the user.
@@ -65,7 +66,7 @@ class Steps:
 
     def _wait(self, work: Any, whom: str) -> None:
         try:
-            if work.wait(self._timeout):
+            if wait_within(work, self._timeout):
                 return
             cause = None
         except TimeoutError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
@@ -12,11 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from farprop.errors import CollectiveTimeoutError, renewed, without_frames
+from farprop.distributed.calling import NO_TIMEOUT, is_done_within, result_of, timed_out
 
 __all__ = ["Work", "completed", "work_from_future"]
-
-NO_TIMEOUT = timedelta(0)
 
 
 class Work(dist.Work):
@@ -49,14 +46,8 @@ class Work(dist.Work):
 
         ``CollectiveTimeoutError`` after ``timeout``, if that is more than nothing. The collective goes on then.
         """
-        seconds = timeout.total_seconds()
-        if seconds > 0 and not self._future.done():
-            ended = threading.Event()
-            self._future.add_done_callback(lambda _: ended.set())
-            if not ended.wait(seconds):
-                raise CollectiveTimeoutError(
-                    f"A collective was not done after {seconds:g} s. A rank has not called it, or is slow or gone."
-                )
+        if timeout > NO_TIMEOUT and not is_done_within(self._future, timeout):
+            raise timed_out(timeout.total_seconds())
         result_of(self._future)
         return True
 
@@ -96,18 +87,6 @@ class Work(dist.Work):
     def synchronize(self) -> None:
         """Torch's name for a wait that may leave the work to a device's stream."""
         self.wait()
-
-
-def result_of(future: Future[Any]) -> Any:
-    """Wait for a future. Its error is raised as a copy.
-
-    The future keeps the error, the error the frames that it was raised through, and one of them the future; nobody
-    finds that circle, and all that is in those frames would stay for ever.
-    """
-    try:
-        return future.wait()
-    except Exception as error:
-        raise renewed(without_frames(error)) from error.__cause__
 
 
 def work_from_future(future: Future[Any]) -> Work:

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from farprop.distributed.calling import NO_TIMEOUT
 from farprop.distributed.group import ProcessGroup
-from farprop.distributed.work import NO_TIMEOUT, Work
+from farprop.distributed.work import Work
 
 # Under torch's newer names; the base sends the older ones here.
 COLLECTIVES = (

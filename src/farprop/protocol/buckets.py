@@ -73,6 +73,7 @@ class Reduction:
         self._unused: frozenset[int] = frozenset()
         self._expected_unused: frozenset[int] = frozenset()
         self._came = [0] * len(self._parameters)
+        self._has_just_learned = False
         self.set_buckets(buckets)
 
     def set_buckets(self, buckets: Sequence[Bucket]) -> None:
@@ -111,8 +112,6 @@ class Reduction:
             return ()
         came = self._came[index] = self._came[index] + 1
         if self.learns_now:
-            if came == 1:
-                self._note_order(index)
             return ()
         if came != self._times[index]:
             if came > self._times[index]:
@@ -133,8 +132,7 @@ class Reduction:
         self._times = [max(1, came) for came in self._came]
         self._unused = frozenset(index for index, came in enumerate(self._came) if not came)
         self.is_learning = self.learns_now = False
-        for index in sorted(self._unused):
-            self._note_order(index)
+        self._has_just_learned = True
         self._left = [0] * len(self.buckets)
         return self._full()
 
@@ -148,9 +146,12 @@ class Reduction:
         """All buckets are back."""
         if self.state is not State.LAUNCHED:
             raise ReductionError("Not all gradients were reduced.")
-        if not self.is_order_known:
+        # What gradients of a static graph come only once was not known when they came, so the next iteration's order
+        # is taken.
+        if not self.is_order_known and not self._has_just_learned:
             self.is_order_known = True
-            self.order.extend(set(range(len(self._parameters))).difference(self.order))
+            # What is not used comes last: nothing has to wait for it.
+            self.order.extend(sorted(set(range(len(self._parameters))).difference(self.order)))
         self.state = State.REST
 
     def abandon(self) -> None:
@@ -204,17 +205,12 @@ class Reduction:
         self._came = [0] * len(self._parameters)
         self._left = [len(bucket) for bucket in self.buckets]
         self._launched = 0
-        self.learns_now = False
+        self.learns_now = self._has_just_learned = False
         self._expected_unused = frozenset()
 
     def _mark(self, index: int) -> None:
         self._came[index] = self._times[index]
         self._left[self._bucket_of[index]] -= 1
-        self._note_order(index)
-
-    def _note_order(self, index: int) -> None:
-        if not self.is_order_known:
-            self.order.append(index)
 
     def _full(self) -> list[int]:
         first = self._launched

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from farprop.distributed.work import NO_TIMEOUT, Work
+from farprop.distributed.calling import NO_TIMEOUT
+from farprop.distributed.work import Work
 from farprop.errors import without_frames
 
 Job = Callable[[], None]

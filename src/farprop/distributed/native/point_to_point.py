@@ -7,12 +7,13 @@ from datetime import timedelta
 
 import torch
 
+from farprop.distributed.calling import NO_TIMEOUT
 from farprop.distributed.native import profiles
 from farprop.distributed.native.frames import Kind, bytes_of
 from farprop.distributed.native.inbox import Receipt
 from farprop.distributed.native.mesh import Mesh
 from farprop.distributed.native.tensors import check, dtype_name, put_back
-from farprop.distributed.work import NO_TIMEOUT, Work, completed
+from farprop.distributed.work import Work, completed
 from farprop.errors import CollectiveTimeoutError, renewed
 
 

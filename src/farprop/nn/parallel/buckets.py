@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from farprop.distributed.work import result_of
+from farprop.distributed.calling import result_of, tensor_of
 
 
 class Bucket:
@@ -34,9 +34,7 @@ class Bucket:
         """Wait until it is reduced."""
         assert self.future is not None
         future, self.future = self.future, None
-        value = result_of(future)
-        # Works have lists of tensors, hooks have tensors.
-        reduced = value if isinstance(value, torch.Tensor) else value[0]
+        reduced = tensor_of(result_of(future))
         if self.is_sparse:
             self.flat = reduced
         elif reduced.data_ptr() != self.flat.data_ptr() or reduced.dtype != self.flat.dtype:

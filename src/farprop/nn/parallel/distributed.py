@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.utils._pytree import tree_map_only
 
+from farprop.distributed.calling import rank_of, size_of, tensor_of, wait_for
 from farprop.errors import UsageError
 from farprop.nn.parallel.graph import tensors_in
 from farprop.nn.parallel.hooks import CommHook
@@ -188,8 +189,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         """What sums of gradients are divided by. Inside of a join, ranks that have ended are told of this one."""
         work = Join.notify_join_context(self)
         if work is None or self._divides_by_all:
-            return self.process_group.size()
-        return int(work.get_future().wait()[0].item())
+            return size_of(self.process_group)
+        wait_for(work)
+        return int(tensor_of(work.get_future().value()).item())
 
     def _accompany(self) -> None:
         self._reducer.rebuild_if_due()
@@ -210,7 +212,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return bool(flag.item())
 
     def _highest_rank(self, is_candidate: bool) -> int:
-        rank = torch.tensor([self.process_group.rank() if is_candidate else -1], device=self.device)
+        rank = torch.tensor([rank_of(self.process_group) if is_candidate else -1], device=self.device)
         dist.all_reduce(rank, dist.ReduceOp.MAX, group=self.process_group)
         return int(rank.item())
 
@@ -228,9 +230,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _broadcast_states(self, rank: int) -> None:
         with torch.no_grad():
-            spread(self.process_group, self.module.parameters(), rank)
-            if self.broadcast_buffers:
-                spread(self.process_group, self.module.buffers(), rank)
+            buffers = self.module.buffers() if self.broadcast_buffers else ()
+            spread(self.process_group, (*self.module.parameters(), *buffers), rank)
 
     # Copies
 

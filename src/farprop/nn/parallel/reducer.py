@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.variable import Variable
 
-from farprop.distributed.work import result_of
+from farprop.distributed.calling import rank_of, result_of, wait_for
 from farprop.errors import ReductionError, UsageError
 from farprop.nn.parallel.graph import leaves_behind
 from farprop.nn.parallel.homes import Home, InContext, InGrad
@@ -66,9 +68,7 @@ class Reducer:
         self._in_grad = InGrad(as_views)
         self._home: Home = self._in_grad
         self._lock = threading.Lock()
-        # Backward passes meet parameters about in reverse.
-        buckets = self._assigned(range(len(self._parameters) - 1, -1, -1))
-        self._machine = Reduction(self._known, buckets, group.rank(), is_static)
+        self._machine = Reduction(self._known, self._first_buckets(), rank_of(group), is_static)
         self._memory = self._new_memory()
         self._use = Use(len(self._parameters), self._parameters[0].device)
         handles = [
@@ -135,16 +135,16 @@ class Reducer:
         self._machine.expect(unused)
 
     def rebuild_if_due(self) -> None:
-        """After the first iteration: buckets by the order in which gradients came on rank 0."""
+        """After the first iteration: buckets by the order in which gradients came on rank 0, and of its sizes."""
         machine = self._machine
         if not self._rebuilds or not machine.is_order_known:
             return
         self._rebuilds = False
-        order = torch.tensor(machine.order, device=self._parameters[0].device)
-        options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
-        self.group.broadcast([order], options).wait()
-        machine.set_buckets(self._assigned(order.tolist()))
+        buckets = assign(self._known, machine.order, *self._limits)
+        *order, count = self._of_rank_0([*chain(*buckets), len(buckets)])
+        sizes = self._of_rank_0([len(bucket) for bucket in buckets][:count] + [0] * (count - len(buckets)))
+        members = iter(order)
+        machine.set_buckets([tuple(islice(members, size)) for size in sizes])
         old, self._memory = self._memory, self._new_memory()
         if self._as_views:
             with torch.no_grad():
@@ -270,8 +270,20 @@ class Reducer:
         self._memory = self._new_memory()
         self._use.give_up()
 
-    def _assigned(self, order: Iterable[int]) -> tuple[Bucket, ...]:
-        return assign(self._known, order, *self._limits)
+    def _first_buckets(self) -> Sequence[Bucket]:
+        """Backward passes meet parameters about in reverse.
+
+        Where the real order will be known soon, nothing is sent before all gradients are there: a model may have
+        collectives of its own in its backward pass, and one that is launched by a wrong order would meet those.
+        """
+        limits = (sys.maxsize, sys.maxsize) if self._rebuilds else self._limits
+        buckets = assign(self._known, range(len(self._parameters)), *limits)
+        return sorted(buckets, key=min, reverse=True)
+
+    def _of_rank_0(self, numbers: Sequence[int]) -> list[int]:
+        tensor = torch.tensor(numbers, dtype=torch.int32, device=self._parameters[0].device)
+        wait_for(self.group.broadcast([tensor], dist.BroadcastOptions()))
+        return tensor.tolist()
 
     def _new_memory(self) -> Memory:
         return Memory(self._parameters, self._names, self._sparse, self._machine.buckets)

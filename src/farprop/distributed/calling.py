@@ -1,0 +1,99 @@
+"""Groups and works that anybody wrote, called the way torch's own C++ code calls them.
+
+A group may derive from ``torch.distributed.ProcessGroup`` and override any of its methods, and its works may be of any
+class. Programs that run with torch's DistributedDataParallel rely on what its C++ code does: it passes ``wait`` a
+timeout, always; it asks ``getRank`` and ``getSize``, and does not see a ``size`` that is only there in Python.
+"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from farprop.errors import CollectiveError, CollectiveTimeoutError, renewed, without_frames
+
+NO_TIMEOUT = timedelta(0)
+
+
+def rank_of(group: dist.ProcessGroup) -> int:
+    """The rank of this process, as C++ sees it."""
+    return dist.ProcessGroup.rank(group)
+
+
+def size_of(group: dist.ProcessGroup) -> int:
+    """How many ranks there are, as C++ sees it: groups that average by themselves may tell C++ that it is one."""
+    return dist.ProcessGroup.size(group)
+
+
+def wait_for(work: Any) -> None:
+    """Wait for a work, however long that takes. What ``wait`` returns means nothing to torch."""
+    work.wait(NO_TIMEOUT)
+
+
+def wait_within(work: Any, timeout: timedelta) -> bool:
+    """Wait for a work, but not longer than ``timeout``: a work that torch made of a future can only do it without one.
+
+    Returns:
+        What the work's own ``wait`` returns; False if the time is over.
+    """
+    try:
+        return bool(work.wait(timeout))
+    except RuntimeError as error:
+        if "finite timeout not implemented" not in str(error):
+            raise
+    return is_done_within(work.get_future(), timeout) and bool(work.wait(NO_TIMEOUT))
+
+
+def is_done_within(future: Future[Any], timeout: timedelta) -> bool:
+    """Wait for a future, but not longer than ``timeout``; it may end with an error."""
+    if future.done():
+        return True
+    ended = threading.Event()
+    future.add_done_callback(lambda _: ended.set())
+    return ended.wait(timeout.total_seconds())
+
+
+def result_of(future: Future[Any]) -> Any:
+    """Wait for a future. Its error is raised as a copy.
+
+    The future keeps the error, the error the frames that it was raised through, and one of them the future; nobody
+    finds that circle, and all that is in those frames would stay for ever.
+    """
+    try:
+        return future.wait()
+    except Exception as error:
+        raise renewed(without_frames(error)) from error.__cause__
+
+
+def tensor_of(value: Any) -> torch.Tensor:
+    """The reduced tensor in the value of a future: a hook's has the tensor itself, a work's a list with it.
+
+    Raises:
+        CollectiveError: there is no such thing in it.
+    """
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
+        return value[0]
+    raise CollectiveError(
+        f"The future of an all-reduce has to have the reduced tensor, or a list of it, but it has {_shown(value)}. "
+        "Look at get_future() of the group's works, or at the communication hook."
+    )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def timed_out(seconds: float) -> CollectiveTimeoutError:
+    """The error of a wait that took too long."""
+    return CollectiveTimeoutError(
+        f"A collective was not done after {seconds:g} s. A rank has not called it, or is slow or gone."
+    )
