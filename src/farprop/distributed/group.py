@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import chain
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -13,12 +14,37 @@ from farprop.distributed import derived, messages, sparse
 from farprop.distributed.arguments import as_list, as_lists, operation, pieces, root, split, time_limit
 from farprop.distributed.reduction import Reduction
 from farprop.distributed.steps import Steps
-from farprop.distributed.work import Work, completed
+from farprop.distributed.work import CoalescedWork, Work, completed
 from farprop.errors import UsageError
+from farprop.runtime.uncompiled import uncompiled_methods
 
 __all__ = ["ProcessGroup"]
 
+# Under torch's newer names; the base sends the older ones here.
+COLLECTIVES = (
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "scatter",
+    "send",
+)
 
+
+@uncompiled_methods
 class ProcessGroup(dist.ProcessGroup):
     """A group of ranks, to be derived from: write a few primitives, and the other collectives follow.
 
@@ -28,17 +54,35 @@ class ProcessGroup(dist.ProcessGroup):
     overlap with other things.
 
     Args:
+        store: what :meth:`get_group_store` returns; it may be left out, also by place.
         rank: of this process in the group.
         size: how many ranks the group has.
         timeout: how long a derived collective waits for another rank, if the call does not say.
     """
 
-    def __init__(self, rank: int, size: int, timeout: timedelta = dist.default_pg_timeout) -> None:
+    @overload
+    def __init__(self, rank: int, size: int, timeout: timedelta = ...) -> None: ...
+
+    @overload
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta = ...) -> None: ...
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        has_store = "store" in kwargs or (args and isinstance(args[0], dist.Store))
+        self._set_up(*args, **kwargs) if has_store else self._set_up(None, *args, **kwargs)
+
+    def _set_up(
+        self, store: dist.Store | None, rank: int, size: int, timeout: timedelta = dist.default_pg_timeout
+    ) -> None:
         if not 0 <= rank < size:
             raise UsageError(f"A group of {size} ranks has no rank {rank}.")
         super().__init__(rank, size)  # type: ignore[call-arg]
         self.timeout = timeout
+        self._group_store = store
         self._name = self._description = ""
+        self._coalesced: list[Any] | None = None
+
+    def __init_subclass__(cls) -> None:
+        uncompiled_methods(cls)
 
     # What torch asks groups for
 
@@ -57,6 +101,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
         self._description = description
+
+    def get_group_store(self) -> dist.Store | None:  # type: ignore[override]
+        """The store that the group was made with."""
+        return self._group_store
 
     def __repr__(self) -> str:
         return f"<{self.name()} group, rank {self.rank()} of {self.size()}>"
@@ -206,6 +254,43 @@ class ProcessGroup(dist.ProcessGroup):
             messages.monitored_barrier(steps, wait_all_ranks)
         else:
             steps.allreduce(torch.zeros(1), dist.ReduceOp.SUM)
+
+    # Several as one
+
+    @property
+    def supports_coalescing(self) -> bool:
+        return True
+
+    def start_coalescing(self) -> None:
+        """What is called from now on belongs together, until :meth:`end_coalescing`."""
+        if self._coalesced is not None:
+            raise UsageError("start_coalescing() was called twice without end_coalescing().")
+        works = self._coalesced = []
+
+        def noting(collective: Callable[..., Any]) -> Callable[..., Any]:
+            def note(*args: Any, **kwargs: Any) -> Any:
+                works.append(collective(*args, **kwargs))
+                return works[-1]
+
+            return note
+
+        # Here they hide the methods of the class, which nothing stands in front of otherwise.
+        self.__dict__.update({name: noting(getattr(self, name)) for name in COLLECTIVES})
+
+    def end_coalescing(self) -> Work:
+        """The work of everything that was called since :meth:`start_coalescing`."""
+        if self._coalesced is None:
+            raise UsageError("end_coalescing() was called without start_coalescing().")
+        for name in COLLECTIVES:
+            del self.__dict__[name]
+        works, self._coalesced = self._coalesced, None
+        return CoalescedWork(works)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.start_coalescing()
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        return self.end_coalescing()
 
     # Torch's older names of the same
 

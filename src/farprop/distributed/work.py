@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.futures import Future
+from torch.futures import Future, collect_all
 
-from farprop.distributed.calling import NO_TIMEOUT, is_done_within, result_of, timed_out
+from farprop.distributed.calling import NO_TIMEOUT, is_done_within, result_of, timed_out, wait_for, wait_within
+from farprop.runtime.uncompiled import uncompiled_methods
 
 __all__ = ["Work", "completed", "work_from_future"]
 
 
+@uncompiled_methods
 class Work(dist.Work):
     """A collective that is under way, or done. Whoever runs it calls :meth:`complete` or :meth:`fail`.
 
@@ -29,6 +31,9 @@ class Work(dist.Work):
         super().__init__()
         self._future: Future[Any] = Future() if future is None else future
         self._is_kept = False
+
+    def __init_subclass__(cls) -> None:
+        uncompiled_methods(cls)
 
     def complete(self, outputs: Sequence[torch.Tensor]) -> None:
         """The collective is done; ``outputs`` are the tensors that it wrote."""
@@ -87,6 +92,45 @@ class Work(dist.Work):
     def synchronize(self) -> None:
         """Torch's name for a wait that may leave the work to a device's stream."""
         self.wait()
+
+
+class CoalescedWork(Work):
+    """Several collectives as one.
+
+    Args:
+        works: theirs.
+    """
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        super().__init__()
+        self._works = list(works)
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Wait for all of them, for each as long as ``timeout`` says; raise the first error."""
+        for work in self._works:
+            if timeout <= NO_TIMEOUT:
+                wait_for(work)
+            elif not wait_within(work, timeout):
+                raise timed_out(timeout.total_seconds())
+        return True
+
+    def get_future(self) -> Future[Any]:
+        """The future of the tensors that all of them write."""
+        each = [work.get_future() for work in self._works]
+        together: Future[Any] = collect_all(each).then(lambda done: [t for one in done.value() for t in one.value()])
+        return together
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def result(self) -> list[torch.Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
 
 
 def work_from_future(future: Future[Any]) -> Work:

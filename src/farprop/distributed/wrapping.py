@@ -11,31 +11,8 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from farprop.distributed.calling import NO_TIMEOUT
-from farprop.distributed.group import ProcessGroup
+from farprop.distributed.group import COLLECTIVES, ProcessGroup
 from farprop.distributed.work import Work
-
-# Under torch's newer names; the base sends the older ones here.
-COLLECTIVES = (
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "allgather",
-    "allgather_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "gather",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "scatter",
-    "send",
-)
 
 
 class WrappedProcessGroup(ProcessGroup):

@@ -38,7 +38,7 @@ class NativeProcessGroup(ProcessGroup):
     """Ranks of one host reduce in the memory that they share; hosts talk over TCP. Made by ``init_process_group``."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size, timeout)
+        super().__init__(store, rank, size, timeout)
         settings = Settings.from_env()
         joined = join(store, rank, size, settings, timeout.total_seconds())
         self._commons: Commons | None = None

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from torch.utils._pytree import tree_map_only
 
 from farprop.distributed.calling import rank_of, size_of, tensor_of, wait_for
@@ -19,6 +20,7 @@ from farprop.nn.parallel.hooks import CommHook
 from farprop.nn.parallel.join import Accompanying
 from farprop.nn.parallel.reducer import Reducer
 from farprop.nn.parallel.states import check_same, spread
+from farprop.runtime.uncompiled import uncompiled, uncompiled_itself
 
 __all__ = ["DistributedDataParallel"]
 
@@ -84,6 +86,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             check_same(self.process_group, [name for name, _ in found], [leaf for _, leaf in found])
             self._broadcast_states(0)
         self._limits = _bucket_limits(bucket_cap_mb, sum(leaf.nbytes for _, leaf in found))
+        self.bucket_bytes_cap = self._limits[1]  # the compiler cuts graphs by this
         self._reducer = self._new_reducer()
 
     def _new_reducer(self) -> Reducer:
@@ -99,8 +102,23 @@ class DistributedDataParallel(nn.Module, Joinable):
             is_static=self.static_graph,
         )
 
+    @uncompiled_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What the module computes. Its backward pass averages the gradients, unless under :meth:`no_sync`."""
+        inputs, kwargs, divisor = self._before_forward(inputs, kwargs)
+        before = TorchDDP._active_ddp_module
+        if self.bucket_bytes_cap >= _MIB:  # the compiler can't cut graphs by smaller ones
+            TorchDDP._active_ddp_module = self  # type: ignore[assignment]
+        try:
+            output = self.module(*inputs, **kwargs)
+        finally:
+            TorchDDP._active_ddp_module = before
+        self._after_forward(output, divisor)
+        return output
+
+    @uncompiled
+    def _before_forward(self, inputs: Any, kwargs: Any) -> tuple[Any, Any, int]:
+        """What ranks do together before the module runs: its inputs, and what gradients are to be divided by."""
         has_backward = torch.is_grad_enabled()
         reduces = has_backward and self.require_backward_grad_sync
         if reduces:
@@ -116,11 +134,14 @@ class DistributedDataParallel(nn.Module, Joinable):
             inputs, kwargs = tree_map_only(
                 torch.Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), (inputs, kwargs)
             )
-        output = self.module(*inputs, **kwargs)
+        return inputs, kwargs, divisor
+
+    @uncompiled
+    def _after_forward(self, output: Any, divisor: int) -> None:
+        reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
         if reduces:
             self._reducer.expect(tensors_in(output), divisor)
         self.require_forward_param_sync = reduces
-        return output
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -252,9 +273,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._reducer = self._new_reducer()
 
     @classmethod
-    def _get_active_ddp_module(cls) -> None:
-        """The compiler asks torch's class. This one is opaque to it."""
-        return None
+    def _get_active_ddp_module(cls) -> Any:
+        """The compiler asks for it to cut graphs where buckets end: torch's class, or under compat this one."""
+        return TorchDDP._active_ddp_module
 
 
 def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
