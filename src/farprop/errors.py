@@ -1,6 +1,6 @@
 """The errors a user can meet. The type says whose fault it was.
 
-Every one is a ``RuntimeError``, because that is what code written for ``torch.distributed.rpc`` catches.
+Every error is a ``RuntimeError``, because that is what code written for ``torch.distributed.rpc`` catches.
 A function's own exception is not here: it arrives as its own type.
 """
 
@@ -70,6 +70,14 @@ class RankLostError(CollectiveError, ConnectionLostError):
 
 class ReductionError(FarpropError):
     """DistributedDataParallel can't go on: gradients were not all reduced. The text names the parameters."""
+
+
+class TorchVersionError(FarpropError):
+    """This torch lacks a private name that what was used here needs. The text says which, and of what version."""
+
+
+class TorchVersionWarning(UserWarning):
+    """This torch is none that farprop was tried with, or lacks names that farprop uses. The text says what is off."""
 
 
 class ProtocolError(FarpropError):

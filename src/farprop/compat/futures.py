@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from farprop._torch import Future
 from farprop.runtime import current
 
 __all__ = ["wait_all"]
@@ -24,7 +25,7 @@ def wait_all(futures: Sequence["torch.futures.Future[Any]"]) -> list[Any]:
     farprop sets them, is a value to that code: it would wait for the slowest future before it raised.
     """
     for future in futures:
-        if not isinstance(future, torch._C.Future):
+        if not isinstance(future, Future):
             raise TypeError(f"wait_all() takes a list of futures, got {type(future).__name__} in it")
     pending = len(futures)
     if not pending:

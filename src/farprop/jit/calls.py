@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from farprop._torch import FutureType, profiler_enabled
 from farprop.errors import UsageError
 from farprop.jit.contexts import enter_carried_context
 from farprop.jit.python_functions import ANY, JitType, python_function
@@ -19,8 +20,6 @@ from farprop.runtime.current import current_agent
 from farprop.runtime.futures import Future
 from farprop.runtime.gradients.contexts import current_context
 from farprop.wire.functions import name_of
-
-_profiler_enabled = torch.autograd._profiler_enabled
 
 
 class Target:
@@ -66,7 +65,7 @@ def synchronous(target: Target) -> Callable[..., Any]:
 
 def asynchronous(target: Target) -> Callable[..., Any]:
     """``rpc_async`` to the target, for compiled code."""
-    return _caller(target, _rpc_async, "rpc_async", torch._C.FutureType(target.result))
+    return _caller(target, _rpc_async, "rpc_async", FutureType(target.result))
 
 
 def referring(target: Target) -> Callable[..., Any]:
@@ -95,13 +94,13 @@ def _caller(target: Target, call: Callable[..., Any], name: str, result: JitType
 
 
 def _rpc_sync(to: Any, function: Any, args: Any, kwargs: Any, timeout: Any) -> Any:
-    if _profiler_enabled() and profiling.session() is not None:
+    if profiler_enabled() and profiling.session() is not None:
         return _start_profiled(to, function, args, kwargs, timeout).wait()
     return api.rpc_sync(to, function, args, kwargs, timeout)
 
 
 def _rpc_async(to: Any, function: Any, args: Any, kwargs: Any, timeout: Any) -> Any:
-    if _profiler_enabled() and profiling.session() is not None:
+    if profiler_enabled() and profiling.session() is not None:
         return _start_profiled(to, function, args, kwargs, timeout)
     return api.rpc_async(to, function, args, kwargs, timeout)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from farprop._torch import ScriptDict, ScriptList
 from farprop.errors import UsageError
 from farprop.jit.python_functions import JitType
 from farprop.runtime.cells import Cell
@@ -29,18 +30,18 @@ def share(cell: Cell, declared: JitType) -> None:
 
 def _script_list(value: list[Any], declared: JitType) -> Any:
     if value:
-        return torch._C.ScriptList(value)
+        return ScriptList(value)
     (element,) = declared.containedTypes()
-    made = torch._C.ScriptList([_sample(element, declared)])
+    made = ScriptList([_sample(element, declared)])
     made.clear()
     return made
 
 
 def _script_dict(value: dict[Any, Any], declared: JitType) -> Any:
     if value:
-        return torch._C.ScriptDict(value)
+        return ScriptDict(value)
     key, element = (_sample(part, declared) for part in declared.containedTypes())
-    made = torch._C.ScriptDict({key: element})
+    made = ScriptDict({key: element})
     del made[key]
     return made
 

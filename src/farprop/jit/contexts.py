@@ -11,13 +11,10 @@ import threading
 import weakref
 from contextvars import Token
 
-import torch
-
+from farprop._torch import is_stashed_in_thread, remove_from_thread, stash_in_thread, stashed_in_thread
 from farprop.runtime.gradients.contexts import Context, current_context
 
 _KEY = "farprop.autograd.context"
-_is_stashed = torch._C._is_key_in_tls
-_stashed = torch._C._get_obj_in_tls
 
 
 class _Here(threading.local):
@@ -34,16 +31,16 @@ def carry_context() -> None:
     """Let the threads that go on from here have this thread's context."""
     context = current_context.get()
     if context is not None:
-        torch._C._stash_obj_in_tls(_KEY, (weakref.ref(context), _here.mark))
-    elif _is_stashed(_KEY) and _stashed(_KEY)[1] is _here.mark:
-        torch._C._remove_obj_from_tls(_KEY)  # of a context that this thread is not in any more
+        stash_in_thread(_KEY, (weakref.ref(context), _here.mark))
+    elif is_stashed_in_thread(_KEY) and stashed_in_thread(_KEY)[1] is _here.mark:
+        remove_from_thread(_KEY)  # of a context that this thread is not in any more
 
 
 def enter_carried_context() -> Token[Context | None] | None:
     """Make the context that was carried here current; what ``current_context.reset`` takes, if there is one."""
-    if current_context.get() is not None or not _is_stashed(_KEY):
+    if current_context.get() is not None or not is_stashed_in_thread(_KEY):
         return None
-    reference, mark = _stashed(_KEY)
+    reference, mark = stashed_in_thread(_KEY)
     context = reference()
     if mark is _here.mark or context is None or context.is_released:
         return None

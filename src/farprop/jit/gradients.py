@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from farprop import autograd
+from farprop._torch import DictType, IntType, ListType, TensorType
 from farprop.jit.python_functions import ANY, NONE, python_function
 
-_INT, _TENSOR = torch._C.IntType.get(), torch._C.TensorType.get()
+_INT, _TENSOR = IntType.get(), TensorType.get()
 
 
 def _get_gradients(context_id: Any) -> Any:
@@ -20,13 +19,13 @@ def _backward(context_id: Any, roots: Any, retain_graph: Any, mode: Any, timeout
     autograd.backward(context_id, roots, bool(retain_graph), mode=mode, timeout=timeout)
 
 
-get_gradients = python_function(_get_gradients, "get_gradients", torch._C.DictType(_TENSOR, _TENSOR), context_id=_INT)
+get_gradients = python_function(_get_gradients, "get_gradients", DictType(_TENSOR, _TENSOR), context_id=_INT)
 dist_backward = python_function(
     _backward,
     "dist_backward",
     NONE,
     context_id=_INT,
-    roots=torch._C.ListType(_TENSOR),
+    roots=ListType(_TENSOR),
     retain_graph=ANY,
     mode=ANY,
     timeout=ANY,

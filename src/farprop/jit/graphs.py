@@ -11,8 +11,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
-
+from farprop._torch import CompilationUnit, inline
 from farprop.errors import UsageError, renewed
 from farprop.jit.calls import Target
 from farprop.jit.contexts import carry_context
@@ -42,7 +41,7 @@ def finish(graph: Any) -> None:
 def _is_concerned(graph: Any) -> bool:
     """Whether the function, or one that it calls or forks, calls farprop."""
     whole = graph.copy()
-    torch._C._jit_pass_inline(whole)
+    inline(whole)
     for node in _nodes(whole):
         if node.kind() == "prim::PythonOp" and getattr(node.pyobj(), "is_farprops", False):
             return True
@@ -165,7 +164,7 @@ class _Templates(NamedTuple):
 
 @functools.cache
 def _templates() -> _Templates:
-    unit = torch._C.CompilationUnit()
+    unit = CompilationUnit()
     source = "def templates(value: Any):\n  carry()\n  wait(value)\n  settle(value)\n  make_raise(value)\n"
     names: dict[str, Any] = {
         "carry": python_function(_carried, "carry_context", NONE),
@@ -173,6 +172,6 @@ def _templates() -> _Templates:
         "settle": python_function(_settled, "settle", ANY, value=ANY),
         "make_raise": python_function(_raising, "make_raise", ANY, value=ANY),
     }
-    unit.define(source, names.get)  # type: ignore[arg-type]
+    unit.define(source, names.get)
     nodes = unit.find_function("templates").graph.nodes()
     return _Templates(unit, *(node for node in nodes if node.kind() == "prim::PythonOp"))

@@ -1,7 +1,7 @@
 """Where torch's compiler asks farprop.
 
 A hook takes the place of a function of torch's: it deals with farprop's names and types, and leaves the rest to the
-function that it replaced.
+function that it replaced. ``farprop._torch`` has looked for all of them.
 """
 
 from __future__ import annotations
@@ -10,12 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, get_args, get_origin
 
-import torch
-from torch import _jit_internal
-from torch.jit import _recursive, _script, _state, frontend
-from torch.jit import annotations as types
-
-from farprop.errors import UsageError
+from farprop import _torch
 from farprop.jit.graphs import finish
 from farprop.jit.references import reference_type, type_of_references
 from farprop.jit.rewriting import rewrite, stand_ins
@@ -23,25 +18,35 @@ from farprop.rpc.rref import RRef
 
 _Theirs = Callable[..., Any]
 
+# Those that are in torch, and what they replaced.
+_installed: list[tuple[_torch.Hook, Any]] = []
 
-def install() -> None:
-    """Put the hooks into torch, for this process."""
-    for owner, name, hook in (
-        (frontend, "parse_def", _parse_def),
-        (_jit_internal, "createResolutionCallbackFromEnv", _look_up_names),
-        (types, "try_ann_to_type", _type_of_annotation),
-        (torch._C, "_jit_try_infer_type", _type_of_attribute),
-        (_script, "_set_jit_function_cache", _finish_function),
-        (_recursive, "_add_script_class", _finish_class),
-        (_recursive, "create_methods_and_properties_from_stubs", _finish_methods),
-    ):
-        theirs = getattr(owner, name, None)
-        if theirs is None:
-            raise UsageError(
-                f"farprop.jit needs {owner.__name__}.{name}, which torch {torch.__version__} does not have. Use a "
-                "torch that farprop is tested with: see the README."
-            )
-        setattr(owner, name, functools.wraps(theirs)(functools.partial(hook, theirs)))
+
+def install() -> bool:
+    """Put the hooks into torch, for this process: all of them, or none if one can't be put in.
+
+    Returns:
+        Whether they were not there before.
+    """
+    if _installed:
+        return False
+    hooks = [(_torch.script_hooks[name], ours) for name, ours in _HOOKS.items()]  # none is missing
+    try:
+        for hook, ours in hooks:
+            theirs = getattr(hook.owner, hook.name)
+            setattr(hook.owner, hook.name, functools.wraps(theirs)(functools.partial(ours, theirs)))
+            _installed.append((hook, theirs))
+    except BaseException:
+        uninstall()
+        raise
+    return True
+
+
+def uninstall() -> None:
+    """Give torch its own functions back."""
+    while _installed:
+        hook, theirs = _installed.pop()
+        setattr(hook.owner, hook.name, theirs)
 
 
 # Before functions are compiled
@@ -49,7 +54,7 @@ def install() -> None:
 
 def _parse_def(theirs: _Theirs, function: Any) -> Any:
     parsed = theirs(function)
-    rewrite(parsed.ast, _jit_internal.get_closure(getattr(function, "__func__", function)))
+    rewrite(parsed.ast, _torch.closure_of(getattr(function, "__func__", function)))
     return parsed
 
 
@@ -59,16 +64,16 @@ def _look_up_names(theirs: _Theirs, environment: Any) -> Callable[[str], Any]:
 
 
 def _type_of_annotation(theirs: _Theirs, annotation: Any, location: Any, names: Any = None) -> Any:
-    if isinstance(annotation, torch._C.Type):
+    if isinstance(annotation, _torch.JitType):
         return annotation  # of a Python function of ours
     if get_origin(annotation) is RRef:
-        return reference_type(types.ann_to_type(get_args(annotation)[0], location, names))
+        return reference_type(_torch.ann_to_type(get_args(annotation)[0], location, names))
     return theirs(annotation, location, names)
 
 
 def _type_of_attribute(theirs: _Theirs, value: Any) -> Any:
     found = type_of_references(value)
-    return theirs(value) if found is None else torch._C.InferredType(found)
+    return theirs(value) if found is None else _torch.InferredType(found)
 
 
 # After they are compiled
@@ -92,4 +97,15 @@ def _finish_methods(theirs: _Theirs, concrete_type: Any, methods: Any, propertie
 
 
 def _finish_method(type: Any, name: str) -> None:
-    finish(_state._python_cu.find_function(f"{type.qualified_name()}.{name}").graph)
+    finish(_torch.compilation_unit.find_function(f"{type.qualified_name()}.{name}").graph)
+
+
+_HOOKS: dict[str, Callable[..., Any]] = {
+    "parse_def": _parse_def,
+    "createResolutionCallbackFromEnv": _look_up_names,
+    "try_ann_to_type": _type_of_annotation,
+    "_jit_try_infer_type": _type_of_attribute,
+    "_set_jit_function_cache": _finish_function,
+    "_add_script_class": _finish_class,
+    "create_methods_and_properties_from_stubs": _finish_methods,
+}

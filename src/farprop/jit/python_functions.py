@@ -6,12 +6,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import torch
-from torch._jit_internal import ignore
+from farprop._torch import AnyType, NoneType, ignore
 
 JitType: TypeAlias = Any  # one of the compiler's types; torch's stubs don't relate them
-ANY: JitType = torch._C.AnyType.get()
-NONE: JitType = torch._C.NoneType.get()
+ANY: JitType = AnyType.get()
+NONE: JitType = NoneType.get()
 
 
 def python_function(function: Any, name: str, result: JitType, **parameters: JitType) -> Callable[..., Any]:

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._sources import fake_range
-from torch.jit.frontend import get_default_args_for_class, get_jit_class_def
 
+from farprop import _torch
 from farprop.errors import UsageError
 from farprop.ids import WorkerInfo
 from farprop.jit.compiled import Owner, Reference
@@ -25,8 +24,8 @@ from farprop.jit.python_functions import ANY, JitType, python_function
 from farprop.rpc.rref import RRef
 from farprop.runtime.gradients.contexts import current_context
 
-_BOX = torch._C.FutureType(ANY)
-_FLOAT, _BOOL, _STRING = torch._C.FloatType.get(), torch._C.BoolType.get(), torch._C.StringType.get()
+_BOX = _torch.FutureType(ANY)
+_FLOAT, _BOOL, _STRING = _torch.FloatType.get(), _torch.BoolType.get(), _torch.StringType.get()
 
 _types: dict[str, JitType] = {}
 _owner_types: list[JitType] = []
@@ -53,27 +52,27 @@ def type_of_references(value: Any) -> JitType | None:
     if isinstance(value, RRef):
         kind = value._get_type()
         try:
-            return reference_type(torch.jit.annotations.ann_to_type(kind, fake_range()))
+            return reference_type(_torch.ann_to_type(kind, _torch.no_source()))
         except Exception as error:
             raise UsageError(
                 f"TorchScript has no type for {value!r}, which refers to a {kind.__name__}. Declare the attribute that "
                 "it is in, as in `attribute: RRef[Tensor]` in the class."
             ) from error
     if isinstance(value, list) and value and isinstance(value[0], RRef):
-        return torch._C.ListType(type_of_references(value[0]))  # type: ignore[arg-type]
+        return _torch.ListType(type_of_references(value[0]))
     if isinstance(value, dict) and value and isinstance(next(iter(value.values())), RRef):
         key, first = next(iter(value.items()))
-        kind = torch._C._jit_try_infer_type(key).type()
-        return torch._C.DictType(kind, type_of_references(first))  # type: ignore[arg-type]
+        kind = _torch.infer_type(key).type()
+        return _torch.DictType(kind, type_of_references(first))
     return None
 
 
 def _compile(source: type, python_class: type, names: Any) -> JitType:
     """Compile a class under a name of its own; its objects are objects of ``python_class`` in Python."""
     name = f"__torch__.farprop.jit.compiled.{source.__name__}{next(_numbers)}"
-    tree = get_jit_class_def(source, source.__name__)
-    made = torch._C._jit_script_class_compile(name, tree, get_default_args_for_class(source), names.get)
-    torch.jit._state._name_to_pyclass[made.qualified_name()] = python_class
+    tree = _torch.class_definition(source, source.__name__)
+    made = _torch.compile_class(name, tree, _torch.class_defaults(source), names.get)
+    _torch.class_of_name[made.qualified_name()] = python_class
     return made
 
 

@@ -9,10 +9,9 @@ from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
-from torch.distributed.remote_device import _remote_device
-from torch.utils._pytree import tree_map_only
 
 import farprop.rpc as rpc
+from farprop._torch import export, ignore, remote_device, script, tree_map_only, type_of_module
 from farprop.nn.scripting import boxed, interface_type, methods_of
 from farprop.rpc import RRef
 
@@ -165,19 +164,19 @@ class _RemoteModule(nn.Module):
 
     # Pickling. torch.jit.script compiles the first two.
 
-    @torch.jit.export
+    @export
     def __getstate__(self) -> None:
         raise RuntimeError(
             "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC"
         )
 
-    @torch.jit.export
+    @export
     def __setstate__(self, state: None) -> None:
         raise RuntimeError(
             "Cannot unpickle RemoteModule in python pickler. RemoteModule can only be unpickled when using RPC"
         )
 
-    @torch.jit.ignore  # type: ignore[untyped-decorator]
+    @ignore
     def save_to_buffer(self, *args: Any, **kwargs: Any) -> NoReturn:
         """What a call, or ``torch.jit.save``, asks of a compiled module."""
         raise RuntimeError(
@@ -234,9 +233,9 @@ for _name in _UNSUPPORTED:
     setattr(_RemoteModule, _name, _unsupported(_name))
 
 
-def _place(remote_device: str) -> tuple[str | int, str]:
+def _place(where: str) -> tuple[str | int, str]:
     """The worker and the device that are meant."""
-    place = _remote_device(remote_device)
+    place = remote_device(where)
     name, rank = place.worker_name(), place.rank()
     on = rank if name is None else name
     info = rpc.get_worker_info(on)  # raises if there is no such worker
@@ -264,10 +263,10 @@ def _create_module(
     module.to(device)
     if interface is None:
         return module
-    compiled = torch.jit.script(module)
-    if not compiled._c._type().isSubtypeOf(interface_type(interface)):
+    compiled = script(module)
+    if not type_of_module(compiled).isSubtypeOf(interface_type(interface)):
         raise ValueError(f"{type(module)} does not implement {interface}: a method is missing or its types differ.")
-    return compiled
+    return compiled  # type: ignore[no-any-return]
 
 
 def _run_forward(module_rref: RRef[nn.Module], device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

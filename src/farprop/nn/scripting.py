@@ -12,7 +12,9 @@ from collections.abc import Callable
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union  # noqa: UP035
 
 import torch
-from torch._jit_internal import Future, export, ignore
+from torch.futures import Future
+
+from farprop._torch import ScriptAttribute, compilation_unit, export, ignore
 
 
 class Methods(NamedTuple):
@@ -54,11 +56,11 @@ def forward(self, {parameters}) -> {result}:
 """
 
 
-def boxed(value: Any) -> torch.jit.Attribute:
+def boxed(value: Any) -> Any:
     """An attribute of a module that keeps its value, whatever it is, when the module is compiled."""
-    box: torch.futures.Future[Any] = torch.futures.Future()
+    box: Future[Any] = Future()
     box.set_result(value)
-    return torch.jit.Attribute(box, Future[Any])
+    return ScriptAttribute(box, Future[Any])
 
 
 @functools.cache
@@ -96,7 +98,7 @@ def interface_type(interface: Any) -> Any:
     name = getattr(interface, "__torch_script_interface__", None)
     if name is None:
         raise ValueError(f"{interface} is not an interface. Decorate the class with @torch.jit.interface.")
-    return torch.jit._state._python_cu.get_interface(name)
+    return compilation_unit.get_interface(name)
 
 
 def _value_of(answer: Any) -> Any:

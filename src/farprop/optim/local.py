@@ -9,9 +9,9 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 import farprop.autograd as dist_autograd
+from farprop._torch import tree_map
 from farprop.rpc import RRef
 from farprop.runtime.loop import loop_of_this_thread
 

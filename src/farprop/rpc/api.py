@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from farprop._torch import ScriptFunction, find_builtin, profiler_enabled, qualified_name
 from farprop.errors import FarpropError, UsageError
 from farprop.ids import WorkerInfo
 from farprop.protocol.quiescence import Quiescence, Report
@@ -41,7 +42,6 @@ _log = logging.getLogger("farprop.rpc")
 _default_pickler: Any = _internal_rpc_pickler
 _thread_local_var = threading.local()
 _gatherings = Gatherings()
-_profiler_enabled = torch.autograd._profiler_enabled
 _ignore_rref_leak = True  # a program may set it to False: then leaks are an error at shutdown
 
 _get_current_rpc_agent = current_agent
@@ -147,7 +147,7 @@ def rpc_sync(
         raise TypeError("function should be callable.")
     if timeout != UNSET_RPC_TIMEOUT:
         timeout = checked_timeout(timeout)
-    if _profiler_enabled() and (session := profiling.session()) is not None:
+    if profiler_enabled() and (session := profiling.session()) is not None:
         return _call_profiled(agent, session, RPCExecMode.SYNC, to, func, args, kwargs, timeout).wait()
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = _with_own_pickler(func, args, kwargs)
@@ -174,7 +174,7 @@ def rpc_async(
         raise TypeError("function should be callable.")
     if timeout != UNSET_RPC_TIMEOUT:
         timeout = checked_timeout(timeout)
-    if _profiler_enabled() and (session := profiling.session()) is not None:
+    if profiler_enabled() and (session := profiling.session()) is not None:
         future = _call_profiled(agent, session, RPCExecMode.ASYNC, to, func, args, kwargs, timeout)
     else:
         if _default_pickler is not _internal_rpc_pickler:
@@ -196,9 +196,9 @@ def _call_profiled(
 
 
 def _profiling_key(agent: Agent, mode: RPCExecMode, to: Any, func: Any) -> str:
-    shown = torch.jit._builtins._find_builtin(func)
-    if shown is None and isinstance(func, torch.jit.ScriptFunction):
-        shown = torch._jit_internal._qualified_name(func)
+    shown = find_builtin(func)
+    if shown is None and isinstance(func, ScriptFunction):
+        shown = qualified_name(func)
     elif shown is None:
         shown = getattr(func, "__qualname__", type(func).__qualname__)
     return _build_rpc_profiling_key(mode, shown, agent.get_worker_info().name, agent.get_worker_info(to).name)
@@ -224,7 +224,7 @@ def remote(
     """
     if not callable(func):
         raise TypeError("function should be callable.")
-    if args and isinstance(func, torch.jit.ScriptFunction):
+    if args and isinstance(func, ScriptFunction):
         _check_script_arguments(func, args)
     return _remote(to, func, tuple(args) if args else (), kwargs or {}, timeout)
 
@@ -249,7 +249,7 @@ def _remote(
     if timeout != UNSET_RPC_TIMEOUT:
         timeout = checked_timeout(timeout)
     profile = None
-    if _profiler_enabled() and (session := profiling.session()) is not None:
+    if profiler_enabled() and (session := profiling.session()) is not None:
         profile = session, _profiling_key(agent, RPCExecMode.REMOTE, to, func)
     elif _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = _with_own_pickler(func, args, kwargs)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from farprop._torch import sparse_values
 from farprop.ids import GlobalId
 from farprop.runtime.current import current_agent
 
@@ -125,4 +126,4 @@ def _bytes_of(tensor: torch.Tensor) -> int:
         return 0
     if tensor.layout is torch.strided:
         return tensor.nbytes
-    return (tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()).nbytes
+    return (sparse_values(tensor) if tensor.layout is torch.sparse_coo else tensor.values()).nbytes

@@ -14,6 +14,7 @@ from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
 
+from farprop._torch import create_store
 from farprop.errors import RendezvousError
 
 # The last store of this process, and what keeps it open. It lives until the next one is open: when this process
@@ -32,7 +33,7 @@ def open_store(
             raise ValueError("rank parameter missing: with a Store, pass rank (and world_size) to init_rpc.")
         store: dist.Store = init_method
     elif not world_size:
-        store = _last = dist._create_store_from_options(options, rank)
+        store = _last = create_store(options, rank)
         world_size = None
         if rank < 0:
             rank = int(os.environ["RANK"])

@@ -9,6 +9,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
+from farprop._torch import ScriptModule
 from farprop.errors import ConnectionLostError, ReferenceLostError, UsageError, renewed
 from farprop.ids import WorkerInfo
 from farprop.protocol.references.records import OwnedValue, UserReference
@@ -56,7 +57,7 @@ class RRef(Generic[T]):
     @uncompiled
     def __init__(self, value: T, type_hint: Any = None) -> None:
         agent = current_agent()
-        if type_hint is None and isinstance(value, torch.jit.ScriptModule):
+        if type_hint is None and isinstance(value, ScriptModule):
             raise UsageError(
                 "The RRef being created contains a ScriptModule, must provide its ModuleInterface type hint. Give the "
                 "class that is decorated with @torch.jit.interface: RRef(module, type_hint=Interface)."

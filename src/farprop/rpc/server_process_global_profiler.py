@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from torch.autograd import profiler_legacy
 from torch.autograd.profiler_util import EventList
 
+from farprop._torch import build_tree, legacy_profile
 from farprop.runtime import profiling
 
 
-class _server_process_global_profile(profiler_legacy.profile):  # noqa: N801, torch's name
+class _server_process_global_profile(legacy_profile):  # type: ignore[misc]  # noqa: N801, torch's name
     """As ``torch.autograd.profiler.profile``, for all calls that this process serves between enter and exit.
 
     ``process_global_function_events`` has a list of events for each call.
@@ -32,4 +32,4 @@ class _server_process_global_profile(profiler_legacy.profile):  # noqa: N801, to
             self.function_events = EventList(
                 itertools.chain.from_iterable(ours), use_device=None, profile_memory=self.profile_memory
             )
-            self.function_events._build_tree()
+            build_tree(self.function_events)

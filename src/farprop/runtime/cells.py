@@ -8,8 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-import torch
-
+from farprop._torch import ScriptFunction
 from farprop.errors import renewed
 from farprop.runtime.loop import loop_of_this_thread
 
@@ -125,7 +124,7 @@ class Later:
 
 def not_a_future(function: Any, value: Any) -> RuntimeError:
     """What is wrong with a function decorated with ``async_execution`` that returned this, in torch's words."""
-    if isinstance(function._wrapped_async_rpc_function, torch.jit.ScriptFunction):
+    if isinstance(function._wrapped_async_rpc_function, ScriptFunction):
         return RuntimeError(
             f"Async functions must return an IValue of Future type, but got {type(value).__name__}. Return a Future, "
             "or drop the decorator."

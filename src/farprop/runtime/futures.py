@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
+from farprop._torch import set_unwrap_function, wait
 from farprop.errors import renewed, without_frames
 from farprop.runtime.gradients.contexts import Context, current_context
 from farprop.runtime.loop import loop_of_this_thread
 from farprop.runtime.uncompiled import uncompiled
-
-_wait = torch._C.Future.wait
 
 
 class Future(torch.futures.Future[Any]):
@@ -38,7 +37,10 @@ class Future(torch.futures.Future[Any]):
         see it: with it would stay the frames that it was raised through, which have this future, for ever.
         """
         assert isinstance(result, Exception), f"{result!r} is not an exception"
-        self._set_unwrap_func(_raise_renewed)
+        if set_unwrap_function is None:
+            super().set_exception(without_frames(result))
+            return
+        set_unwrap_function(self, _raise_renewed)
         self.set_result(without_frames(result))
 
 
@@ -48,14 +50,14 @@ def wait_well(future: torch.futures.Future[Any]) -> Any:
         loop = loop_of_this_thread()
         if loop is not None:
             with loop.blocked():
-                return _wait(future)
+                return wait(future)
         if threading.get_ident() == threading.main_thread().ident:
             # Torch's own wait does not look for signals until it is over; a lock does.
             bell = threading.Lock()
             bell.acquire()
             future.add_done_callback(lambda _: bell.release())
             bell.acquire()
-    return _wait(future)
+    return wait(future)
 
 
 def _run_in(context: Context, callback: Callable[[Any], Any], future: Any) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
+from farprop._torch import ScriptFunction
 from farprop.protocol.references.messages import Kind, unpack_operations
 from farprop.wire.codec import Encoded, decode_call
 from farprop.wire.frames import ANSWER, FAILURE, REMOTE, SYSTEM
@@ -66,6 +65,6 @@ def _is_script(name: bytes) -> bool:
     if name.startswith(b"torch:"):
         return True
     try:
-        return bool(name) and isinstance(resolve(name), torch.jit.ScriptFunction)
+        return bool(name) and isinstance(resolve(name), ScriptFunction)
     except FunctionNotFound:
         return False

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from farprop._torch import set_result
 from farprop.runtime.gradients.contexts import Context, take_head
 from farprop.runtime.links import FutureCall
 from farprop.runtime.profiling import Session
@@ -50,7 +51,7 @@ class TorchCall(FutureCall):
             except Exception as raised:
                 error = raised
             else:
-                _set_result(self.future, value)
+                set_result(self.future, value)
                 return
         assert error is not None
         self.future.set_exception(error)
@@ -82,7 +83,3 @@ class ProfiledCall(TorchCall):
             self.future.set_result(value)
         else:
             self.future.set_exception(error)
-
-
-# Without the layer of Python that torch.futures puts around it.
-_set_result = torch._C.Future.set_result

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-
+from farprop._torch import Future
 from farprop.ids import GlobalId
 from farprop.runtime.cells import Cell, Later, not_a_future
 from farprop.runtime.loop import loop_of_this_thread
@@ -50,7 +49,7 @@ def invoke_on(cell: Cell, method: str, args: Any, kwargs: Any) -> Any:
     function = getattr(cell.get(), method)
     result = function(*args, **kwargs)
     if hasattr(function, "_wrapped_async_rpc_function"):
-        if not isinstance(result, torch._C.Future):
+        if not isinstance(result, Future):
             raise not_a_future(function, result)
         return Later(lambda done: result.add_done_callback(lambda _: done()), result.wait)
     return result

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.autograd import profiler_legacy
 from torch.autograd.profiler_util import FunctionEvent
+
+from farprop._torch import is_legacy_profile, legacy_profile, parse_records, start_trace
 
 REMOTE_OP = "#remote_op: "
 
@@ -26,8 +26,6 @@ own_node_id = -1
 _perf = time.perf_counter
 _state = threading.local()
 _SETTINGS = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
-_enabled = torch.autograd._profiler_enabled
-_LEGACY = torch._C._profiler.ActiveProfilerType.LEGACY
 
 
 # Profiles of all calls that this process serves: their settings, and where the events of each call go.
@@ -64,7 +62,7 @@ class Session:
 
 def session() -> Session | None:
     """The profile that this thread is under, if it is one that calls take part in."""
-    if not _enabled() or torch._C._autograd._profiler_type() != _LEGACY:
+    if not is_legacy_profile():
         return None
     stack = getattr(_state, "sessions", None)
     return stack[-1] if stack else None
@@ -77,7 +75,7 @@ def run_profiled(
 
     The record is asked for when the answer is sent: the nested calls of a function that returned a future end later.
     """
-    profile = profiler_legacy.profile(**settings)
+    profile = legacy_profile(**settings)
     with profile:
         own = session()
         value = function(*args, **kwargs)
@@ -94,7 +92,7 @@ def run_profiled(
 def run_served(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """On the callee: run under the profiles of all calls."""
     profiles = list(served_calls)
-    profile = profiler_legacy.profile(**{name: any(settings[name] for settings, _ in profiles) for name in _SETTINGS})
+    profile = legacy_profile(**{name: any(settings[name] for settings, _ in profiles) for name in _SETTINGS})
     with profile:
         value = function(*args, **kwargs)
     for _, calls in profiles:
@@ -124,14 +122,16 @@ def _portable(event: FunctionEvent) -> dict[str, Any]:
 
 
 def _wrapped_start(profile: Any) -> None:
-    _start(profile)  # type: ignore[no-untyped-call]
+    assert start_trace is not None
+    start_trace.theirs(profile)
     if not hasattr(_state, "sessions"):
         _state.sessions = []
     _state.sessions.append(Session(profile))
 
 
 def _wrapped_parse(records: Any) -> list[FunctionEvent]:
-    functions: list[FunctionEvent] = _parse(records)  # type: ignore[no-untyped-call]
+    assert parse_records is not None
+    functions: list[FunctionEvent] = parse_records.theirs(records)
     for event in functions:
         if event.node_id < 0:
             event.node_id = own_node_id
@@ -142,7 +142,7 @@ def _wrapped_parse(records: Any) -> list[FunctionEvent]:
     return functions
 
 
-_start = profiler_legacy.profile._start_trace
-_parse = profiler_legacy._parse_legacy_records
-profiler_legacy.profile._start_trace = _wrapped_start  # type: ignore[method-assign]
-profiler_legacy._parse_legacy_records = _wrapped_parse
+# Both or none: what the first begins, the second ends.
+if start_trace is not None and parse_records is not None:
+    setattr(start_trace.owner, start_trace.name, _wrapped_start)
+    setattr(parse_records.owner, parse_records.name, _wrapped_parse)

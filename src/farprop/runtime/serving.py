@@ -10,8 +10,7 @@ from collections.abc import Callable
 from types import CoroutineType
 from typing import Any
 
-import torch
-
+from farprop._torch import Future, find_builtin, get_operation
 from farprop.errors import ConnectionLostError, FarpropError, RpcTimeoutError
 from farprop.ids import WorkerInfo
 from farprop.protocol.handshake import Listener
@@ -39,7 +38,6 @@ _log = logging.getLogger("farprop.serving")
 _LARGEST_FAILURE = 1 << 20
 _QUICK = 100e-6
 _now = time.monotonic
-_Future = torch._C.Future
 
 Record = Callable[[], list[dict[str, Any]]]
 
@@ -307,7 +305,7 @@ class Server:
 
     def _answer_later(self, reply: Reply, function: Any, value: Any) -> None:
         """A function decorated with ``async_execution``: its thread is free until its future is done."""
-        if not isinstance(value, _Future):
+        if not isinstance(value, Future):
             self._fail(reply, not_a_future(function, value))
             return
 
@@ -476,11 +474,11 @@ def _show(function: Any, name: bytes) -> str:
 
 def _operator_error(function: Any, args: Any, kwargs: Any) -> Exception | None:
     """torch's operators called from Python say 'TypeError'; torch's RPC reports what their schemas say."""
-    qualified = torch.jit._builtins._find_builtin(function)
+    qualified = find_builtin(function)
     if qualified is None:
         return None
     try:
-        torch._C._jit_get_operation(qualified)[0](*args, **kwargs)
+        get_operation(qualified)[0](*args, **kwargs)
     except Exception as error:
         return error
     return None

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from farprop import _torch
 from farprop.wire.frames import PLAIN
 from farprop.wire.plain import ATOMS, decode_plain, encode_plain
 from farprop.wire.tensors import (
@@ -94,13 +95,13 @@ class _Reductions:
                 # A parameter, or another subclass: there it is what a call computed, and no leaf.
                 self.graph.append(obj)
                 return requiring_grad, (obj.detach(),)
-        if isinstance(obj, torch.jit.ScriptModule):
+        if isinstance(obj, _torch.ScriptModule):
             return _load_script_module, (_save_script_module(obj),)
-        if isinstance(obj, torch._C.ScriptMethod):
-            return getattr, (torch.jit._recursive.wrap_cpp_module(obj.owner), obj.name)
-        if isinstance(obj, torch._C.ScriptList):
+        if isinstance(obj, _torch.ScriptMethod):
+            return getattr, (_torch.wrap_module(obj.owner), obj.name)
+        if isinstance(obj, _torch.ScriptList):
             return list, (list(obj),)
-        if isinstance(obj, torch._C.ScriptDict):
+        if isinstance(obj, _torch.ScriptDict):
             return dict, (dict(obj.items()),)
         for_call = getattr(type(obj), "_reduce_for_call", None)
         if for_call is not None:
@@ -295,9 +296,9 @@ _NONE = Encoded(pickle.dumps((0, (None,)), 5), [], None, PLAIN)
 
 def _save_script_module(module: Any) -> bytes:
     file = io.BytesIO()
-    torch.jit.save(module, file)
+    _torch.save_script(module, file)
     return file.getvalue()
 
 
 def _load_script_module(data: bytes) -> Any:
-    return torch.jit.load(io.BytesIO(data))
+    return _torch.load_script(io.BytesIO(data))

@@ -9,19 +9,18 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
-import torch
-
+from farprop import _torch
 from farprop.errors import RemoteError
 from farprop.wire.codec import Encoded, decode, encode
 
 
-class ScriptError(torch.jit.Error, RuntimeError):
+class ScriptError(_torch.ScriptError, RuntimeError):  # type: ignore[misc]
     """What a TorchScript function raised. Torch's own is no ``RuntimeError``, but callers over torch's RPC got one."""
 
 
 def encode_failure(error: BaseException, worker: str) -> Encoded:
     """Everything the caller needs to raise ``error`` there."""
-    if type(error) is torch.jit.Error:
+    if type(error) is _torch.ScriptError:
         error = ScriptError(*error.args).with_traceback(error.__traceback__)
     kind = type(error)
     shown, text = _shown(error)

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from farprop._torch import ScriptFunction, source_of
+
 # Enough for any program's functions; a program that makes functions for ever must not grow this for ever.
 _MAX_NAMES = 4096
 
@@ -62,9 +64,9 @@ def resolve(name: bytes) -> Any:
 def _find_name(function: Any) -> bytes | None:
     original = function
     compiled = getattr(function, "_wrapped_async_rpc_function", function)
-    if isinstance(compiled, torch.jit.ScriptFunction):
+    if isinstance(compiled, ScriptFunction):
         # The Python function it was compiled from knows where the compiled one, decorated or not, is bound.
-        original = getattr(compiled, "_torchdynamo_inline", None)
+        original = source_of(compiled)
     name = getattr(original, "__qualname__", None) or getattr(original, "__name__", None)
     module = getattr(original, "__module__", None)
     if not isinstance(name, str) or "<" in name:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from farprop._torch import internal_overlap
 from farprop.distributed.calling import result_of, tensor_of
 
 
@@ -47,7 +48,7 @@ class Bucket:
 
 def _view(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
     """The place of a gradient, with the strides of its parameter where those have no holes."""
-    if torch._debug_has_internal_overlap(parameter) == 0 and _is_dense(parameter):
+    if internal_overlap(parameter) == 0 and _is_dense(parameter):
         return flat.as_strided(parameter.shape, parameter.stride(), offset)
     return flat[offset : offset + parameter.numel()].view(parameter.shape)
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
-from torch.utils._pytree import tree_map_only
 
+from farprop._torch import join_config, preserve_version, tree_map_only
 from farprop.distributed.calling import rank_of, size_of, tensor_of, wait_for
 from farprop.errors import UsageError
 from farprop.nn.parallel.graph import tensors_in
@@ -128,7 +128,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._reducer.rebuild_if_due()
         if self._syncs_buffers():
             self._broadcast_buffers(True)
-        if self._join_config.enable:
+        if join_config(self).enable:
             self._anybody_reduces(reduces)
         if self.device_ids:
             inputs, kwargs = tree_map_only(
@@ -243,10 +243,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         return self.broadcast_buffers and self.require_forward_param_sync and self._has_buffers
 
     def _broadcast_buffers(self, has_inputs: bool) -> None:
-        rank = self._highest_rank(has_inputs) if self._join_config.enable else 0
+        rank = self._highest_rank(has_inputs) if join_config(self).enable else 0
         buffers = tuple(self.module.buffers())
         # Graphs of earlier forward passes may have saved them.
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffers):
+        with torch.no_grad(), preserve_version(buffers):
             spread(self.process_group, buffers, rank)
 
     def _broadcast_states(self, rank: int) -> None:

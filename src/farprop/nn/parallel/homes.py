@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from farprop._torch import foreach_copy
 from farprop.runtime.gradients.local import LocalPass
 
 
@@ -38,7 +39,7 @@ class InGrad:
         for leaf in leaves:
             if leaf.grad is None:
                 leaf.grad = torch.empty_like(leaf)
-        torch._foreach_copy_([leaf.grad for leaf in leaves if leaf.grad is not None], list(reduced))
+        foreach_copy([leaf.grad for leaf in leaves if leaf.grad is not None], list(reduced))
 
 
 class InContext:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from farprop import _torch
 from farprop.errors import UsageError
 from farprop.nn.parallel.buckets import Bucket
 
@@ -60,9 +61,9 @@ def reduce_by_sum(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Any]:
 
 def checked_future(hook: CommHook, result: Any) -> Future[Any]:
     """What a user's hook returned, if it can be used."""
-    if not isinstance(result, torch._C.Future):  # those that come from C++ are not of the class in torch.futures
+    if not isinstance(result, _torch.Future):  # those that come from C++ are not of the class in torch.futures
         raise UsageError(
             f"The communication hook {getattr(hook, '__qualname__', hook)} has to return a torch.futures.Future of the "
             f"reduced buffer, but returned {type(result).__name__}."
         )
-    return result  # type: ignore[return-value]
+    return result  # type: ignore[no-any-return]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from farprop._torch import foreach_copy, foreach_multiply
 from farprop.errors import UsageError
 from farprop.nn.parallel.buckets import Bucket
 from farprop.nn.parallel.homes import Home
@@ -75,12 +76,12 @@ class Memory:
         waiting, bucket.waiting = bucket.waiting, []
         if waiting:
             views = [view for view, _ in waiting]
-            torch._foreach_copy_(views, [gradient for _, gradient in waiting])
+            foreach_copy(views, [gradient for _, gradient in waiting])
             if scale is not None:
                 if len(waiting) == len(self._members[number]):
                     bucket.flat.mul_(scale)
                 else:
-                    torch._foreach_mul_(views, scale)
+                    foreach_multiply(views, scale)
 
     def _take_sparse(self, index: int, gradient: torch.Tensor | None, scale: float | None) -> None:
         bucket = self._bucket_of[index]

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.variable import Variable
 
+from farprop._torch import queue_callback
 from farprop.distributed.calling import rank_of, result_of, wait_for
 from farprop.errors import ReductionError, UsageError
 from farprop.nn.parallel.graph import leaves_behind
@@ -23,8 +23,6 @@ from farprop.nn.parallel.memory import Memory
 from farprop.nn.parallel.use import Use
 from farprop.protocol.buckets import Bucket, Parameter, Reduction, State, assign
 from farprop.runtime.gradients.running import running_pass
-
-_queue_callback = Variable._execution_engine.queue_callback
 
 
 class Reducer:
@@ -206,7 +204,7 @@ class Reducer:
         self._home = self._in_grad if running is None else InContext(running)
         launches = machine.begin(can_learn=running is None)
         if machine.learns_now:
-            _queue_callback(self._end_of_first)
+            queue_callback(self._end_of_first)
             return
         if launches:
             self._go_on(launches)
@@ -222,7 +220,7 @@ class Reducer:
         self._launch(launches, self._tells_use)
         if self._machine.state is State.LAUNCHED:
             if self._home is self._in_grad:
-                _queue_callback(self._finish)
+                queue_callback(self._finish)
             else:
                 self._finish()  # nobody says when a distributed pass ends
 

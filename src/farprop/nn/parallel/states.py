@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
 
+from farprop._torch import broadcast_coalesced
 from farprop.distributed.calling import rank_of, size_of, wait_for
 from farprop.errors import UsageError
 
@@ -65,4 +66,4 @@ def spread(group: dist.ProcessGroup, tensors: Iterable[torch.Tensor], rank: int)
     # own that calls its base, and does not call a group's broadcast that is written in Python.
     found = [tensor.detach() for tensor in tensors]
     if found:
-        dist._broadcast_coalesced(group, found, _BROADCAST_BYTES, rank)
+        broadcast_coalesced(group, found, _BROADCAST_BYTES, rank)

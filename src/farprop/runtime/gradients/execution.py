@@ -14,15 +14,13 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
-from torch.autograd.variable import Variable
 
+from farprop._torch import backward_hooks, input_metadata, run_backward
 from farprop.runtime.gradients.graph import Edge, Node, Plan, Reach, reach_from
 from farprop.runtime.gradients.hooks import run_behind, run_in_front
 from farprop.runtime.gradients.leaves import add
 from farprop.runtime.gradients.nodes import LEAF_TYPE, RECEIVE_TYPE, noting
 
-# What torch.autograd.grad calls; three times as fast without the layers around it.
-_run_backward = Variable._execution_engine.run_backward
 Gradient = torch.Tensor | None
 Gradients = dict[Edge, torch.Tensor]
 _FEW = 64  # nodes
@@ -36,7 +34,7 @@ def _run_engine(roots: Gradients, sinks: tuple[GradientEdge, ...], keep_graph: b
     """Run from the roots to these sinks; what comes out at them. Without sinks everything behind the roots runs, and
     leaves there would get their ``.grad``.
     """
-    captured = _run_backward(
+    captured = run_backward(
         tuple([GradientEdge(node, index) for node, index in roots]),
         tuple(roots.values()),
         keep_graph,
@@ -52,7 +50,7 @@ def run_graph(roots: Gradients, reach: Reach, keep_graph: bool) -> Gradients:
     """Run all that the roots reach, with all hooks but those of leaves' nodes; the gradients that come out at leaves
     and receives.
     """
-    if reach.is_leaves_alone and not any(leaf.variable._backward_hooks for leaf in reach.leaves):
+    if reach.is_leaves_alone and not any(backward_hooks(leaf.variable) for leaf in reach.leaves):
         return roots  # the engine would give them back as they are
     if not roots:
         return {}
@@ -162,7 +160,7 @@ class Execution:
         thread = threading.get_ident()
         # The engine has threads of its own for other devices, and ends the process if one of them is to be stopped so.
         # There it runs on to the next nodes, with their tensors' hooks.
-        on_cpu = all(data.device.type == "cpu" for data in node._input_metadata)
+        on_cpu = all(data.device.type == "cpu" for data in input_metadata(node) or roots.values())
 
         def take(gradients: Sequence[Gradient], _: Any) -> None:
             if not on_cpu:

@@ -6,16 +6,17 @@ from typing import Any
 
 import torch
 
+from farprop._torch import backward_hooks, post_accumulate_hooks, sparse_indices, sparse_values, use_count
 from farprop.runtime.gradients.hooks import hooks_of, run_behind, run_in_front
 
-_ALONE = torch.empty(0)._use_count()  # type: ignore[attr-defined]
+_ALONE = use_count(torch.empty(0))
 
 
 def has_hooks(node: Any) -> bool:
     """Whether anything of a user's has to see the gradient of this leaf, and see all of it at once."""
     leaf = node.variable
     in_front, behind = hooks_of(node)
-    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks or in_front or behind)
+    return bool(backward_hooks(leaf) or post_accumulate_hooks(leaf) or in_front or behind)
 
 
 def through_hooks(node: Any, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -26,7 +27,7 @@ def through_hooks(node: Any, gradient: torch.Tensor) -> torch.Tensor | None:
 def tell_hooks(node: Any, gradient: torch.Tensor) -> None:
     """The gradient was added: run the hooks for after accumulation, then those behind the node, as torch does."""
     leaf = node.variable
-    after = leaf._post_accumulate_grad_hooks
+    after = post_accumulate_hooks(leaf)
     if after:
         with torch.no_grad():
             for hook in list(after.values()):
@@ -36,11 +37,11 @@ def tell_hooks(node: Any, gradient: torch.Tensor) -> None:
 
 def first_gradient(leaf: torch.Tensor, gradient: torch.Tensor, is_alone: bool) -> torch.Tensor:
     """What to keep of a leaf's first gradient: itself, if nobody else has it and it has the leaf's layout."""
-    is_alone = is_alone and gradient._use_count() == _ALONE  # type: ignore[attr-defined]
+    is_alone = is_alone and use_count(gradient) == _ALONE
     if gradient.layout is not torch.strided:
         if not gradient.is_sparse:
             return gradient if is_alone else gradient.clone()
-        tidy = gradient._indices().is_contiguous() and gradient._values().is_contiguous()
+        tidy = sparse_indices(gradient).is_contiguous() and sparse_values(gradient).is_contiguous()
         return gradient if is_alone and tidy else gradient.clone()
     if leaf.layout is not torch.strided:
         return gradient.detach() if is_alone else gradient.detach().clone(memory_format=torch.contiguous_format)

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
+from farprop._torch import AUTOGRAD_KEY, LeafNode, is_key_excluded, is_view, node_type
 from farprop.errors import UsageError
 from farprop.protocol.passes import Target
 
-_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 # Makes torch give outputs a grad_fn. It gets no gradient.
 _token = torch.empty(0, requires_grad=True)
 
@@ -51,14 +50,14 @@ class SendRpcBackward:
 
 def is_recorded() -> bool:
     """Whether torch notes what operators do: not inside of a custom operator, however grad mode is set."""
-    return not _is_excluded(_AUTOGRAD)
+    return not is_key_excluded(AUTOGRAD_KEY)
 
 
 def _end_of(tensor: torch.Tensor) -> Any:
     """The tensor's edge; the tensor itself if it is a leaf."""
     # Asking a view for its node takes a lock of torch's with the interpreter's in hand. Another thread that uses the
     # view may have the first and wait for the other. Operators give the interpreter's lock away, and get there too.
-    if tensor._is_view() and is_recorded():
+    if is_view(tensor) and is_recorded():
         return _edge_of(tensor)
     node = tensor.grad_fn
     return tensor if node is None else (node, tensor.output_nr)
@@ -122,7 +121,7 @@ _Receive: Any = type(
 )
 # Without the layer of Python around it, which looks for transforms of functorch: they don't cross workers.
 _receive: Any = super(torch.autograd.Function, _Receive).apply
-RECEIVE_TYPE: Any = _Receive._backward_cls
+RECEIVE_TYPE: Any = node_type(_Receive, _token, [torch.empty(0)], 0, None)
 
 
 def _noting(name: str) -> Any:
@@ -139,7 +138,7 @@ def _noting(name: str) -> Any:
 RECEIVE_TYPE.is_hooked = False
 RECEIVE_TYPE.register_hook = _noting("register_hook")
 RECEIVE_TYPE.register_prehook = _noting("register_prehook")
-LEAF_TYPE: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+LEAF_TYPE: Any = LeafNode
 
 
 def make_receive(tensors: list[torch.Tensor], context_id: int, target: Target) -> Any:

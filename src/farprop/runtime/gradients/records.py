@@ -6,11 +6,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from farprop._torch import profiler_enabled
+
 PASS = "torch::distributed::autograd::backward"
 SEND = "torch::distributed::autograd::SendRpcBackward"
 RECEIVE = "torch::distributed::autograd::RecvRpcBackward"
 
-is_recording = torch.autograd._profiler_enabled
+is_recording = profiler_enabled
 _NOTHING = nullcontext()
 
 

@@ -1,0 +1,436 @@
+"""Every private name of torch's that farprop uses, and every place in torch that it hooks into.
+
+Private names come and go with torch's versions. Here each is looked up once, when farprop is imported, with what is
+lost without it. One that is missing does not fail the import: it gets a fallback, or a stand-in that raises
+``TorchVersionError`` where it is used. One warning, a ``TorchVersionWarning``, names all that are missing; so it does
+if this torch is none that farprop was tried with.
+
+Nothing else under ``src/`` may use a private name of torch's; ``tests/test_layers.py`` looks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from farprop.errors import TorchVersionError, TorchVersionWarning
+
+# The versions that docs/torch_versions.md tells about.
+TRIED: Final = ("2.12", "2.13", "2.15")
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+# By its name, what is lost without it. Tests hide each of them.
+names: dict[str, str] = {}
+_missing: dict[str, str] = {}
+
+_RAISE: Final = object()
+_GONE: Final = object()
+
+
+class _Absent:
+    """Stands for what this torch does not have, and says so to who uses it."""
+
+    def __init__(self, name: str, feature: str) -> None:
+        self.__dict__["_error"] = (
+            f"torch {torch.__version__} has no {name}, which farprop needs for this: {feature}. Use a torch that "
+            f"farprop was tried with: {_listed(TRIED)}."
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TorchVersionError(self.__dict__["_error"])
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # Python asks for these, too
+            raise AttributeError(name)
+        raise TorchVersionError(self.__dict__["_error"])
+
+
+def _listed(items: Sequence[str]) -> str:
+    return ", ".join(items[:-1]) + " or " + items[-1] if len(items) > 1 else items[0]
+
+
+def _found(name: str) -> Any:
+    """What a dotted name stands for, or _GONE."""
+    parts = name.split(".")
+    found: Any = torch
+    for count, part in enumerate(parts[1:], 2):
+        owner, found = found, getattr(found, part, _GONE)
+        if found is _GONE and isinstance(owner, ModuleType):
+            try:
+                found = importlib.import_module(".".join(parts[:count]))
+            except ImportError:
+                return _GONE
+        if found is _GONE:
+            return _GONE
+    return found
+
+
+def _find(name: str, feature: str, fallback: Any = _RAISE) -> Any:
+    """What the name stands for; where it is missing, the fallback, or what raises when it is used."""
+    names[name] = feature
+    found = _found(name)
+    if found is not _GONE:
+        return found
+    _missing[name] = feature
+    return _Absent(name, feature) if fallback is _RAISE else fallback
+
+
+class Hook(NamedTuple):
+    """A function of torch's that one of ours is to take the place of."""
+
+    owner: Any
+    name: str
+    theirs: Any
+
+
+def _find_hook(name: str, arguments: int, feature: str) -> Hook | None:
+    """None if there is no such function, or it takes another number of arguments than ours."""
+    names[name] = feature
+    found = _found(name)
+    if found is _GONE or not _takes(found, arguments):
+        _missing[name] = feature
+        return None
+    owner, _, last = name.rpartition(".")
+    return Hook(_found(owner), last, found)
+
+
+def _takes(function: Any, arguments: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(arguments))
+    except TypeError:
+        return False
+    except ValueError:  # one in C++ does not tell
+        return callable(function)
+    return True
+
+
+# Futures. Torch's class in Python puts a layer around that of C++, and calls are short; and those that come from C++
+# are of the inner class alone.
+
+_FUTURES = "futures that errors don't keep alive, and that cost as little as they can"
+_PublicFuture: Any = torch.futures.Future
+Future: Any = _find("torch._C.Future", _FUTURES, _PublicFuture)
+wait: Any = _find("torch._C.Future.wait", _FUTURES, _PublicFuture.wait)
+set_result: Any = _find("torch._C.Future.set_result", _FUTURES, _PublicFuture.set_result)
+
+
+# Gives a future the function that raises the exception in it.
+set_unwrap_function: Any = _find("torch._C.Future._set_unwrap_func", _FUTURES, None)
+
+
+# Autograd
+
+_VIEWS = "quick looks at views that are sent to other workers"
+_HOOKS = "hooks of leaves in distributed backward passes"
+_TAKING = "gradients that are taken as they come, without a copy"
+# A view is asked for its node in another way; with True every tensor is.
+is_view: Any = _find("torch.Tensor._is_view", _VIEWS, lambda tensor: True)
+
+
+def _find_attribute(name: str, feature: str, fallback: Any) -> Any:
+    """A function that reads an attribute of objects, where their class has it."""
+    found = _find(name, feature, None)
+    return fallback if found is None else operator.attrgetter(name.rpartition(".")[2])
+
+
+# For their truth alone: without the name, every leaf is treated as one with hooks.
+backward_hooks: Any = _find_attribute("torch.Tensor._backward_hooks", _HOOKS, lambda tensor: True)
+post_accumulate_hooks: Any = _find_attribute("torch.Tensor._post_accumulate_grad_hooks", _HOOKS, lambda tensor: None)
+# How many refer to a tensor. Numbers that are never equal say that somebody else always does.
+use_count: Any = _find("torch.Tensor._use_count", _TAKING, lambda tensor: object())
+# Of sparse tensors that are not coalesced, too.
+sparse_indices: Any = _find("torch.Tensor._indices", _TAKING, lambda tensor: tensor.coalesce().indices())
+sparse_values: Any = _find("torch.Tensor._values", _TAKING, lambda tensor: tensor.coalesce().values())
+
+
+def _run_backward_in_layers(
+    roots: Any, gradients: Any, keep: bool, create: bool, sinks: Any, unreachable: bool, accumulate: bool
+) -> Any:
+    if sinks:
+        return torch.autograd.grad(roots, sinks, gradients, keep, create, allow_unused=unreachable)
+    return torch.autograd.backward(roots, gradients, keep, create)
+
+
+# What torch.autograd.grad calls; three times as fast without the layers around it.
+run_backward: Any = _find(
+    "torch.autograd.Variable._execution_engine.run_backward",
+    "backward passes that cost as little as they can",
+    _run_backward_in_layers,
+)
+# Has the engine call at the end of the pass that runs.
+queue_callback: Any = _find("torch.autograd.Variable._execution_engine.queue_callback", "DistributedDataParallel")
+
+# The types of nodes. They can also be had from a node, if one can be made where farprop is imported: not inside of a
+# custom operator.
+_NODES = "an import of farprop inside of custom operators"
+
+
+def _leaf_type() -> Any:
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf: Any = torch.empty(0, requires_grad=True)
+        return type(leaf.view_as(leaf).grad_fn.next_functions[0][0])
+
+
+LeafNode: Any = _find("torch._C._functions.AccumulateGrad", _NODES, None) or _leaf_type()
+_has_node_classes: Final = _find("torch.autograd.Function._backward_cls", _NODES, None) is not None
+
+
+def node_type(function: Any, *arguments: Any) -> Any:
+    """The type of the nodes of a ``torch.autograd.Function``; the arguments are ones that make it return tensors."""
+    if _has_node_classes:
+        return function._backward_cls
+    with torch.inference_mode(False), torch.enable_grad():
+        return type(function.apply(*arguments)[0].grad_fn)
+
+
+# What the gradients that come to a node are: their devices.
+input_metadata: Any = _find_attribute(
+    "torch.autograd.graph.Node._input_metadata",
+    "distributed backward passes on several devices at once",
+    lambda node: (),
+)
+
+# Inside of a custom operator torch records nothing, however grad mode is set.
+_OPERATORS = "gradients of calls inside of custom operators"
+_is_excluded: Any = _find("torch._C._dispatch_tls_is_dispatch_key_excluded", _OPERATORS, None)
+_AUTOGRAD_KEY: Any = _find("torch._C.DispatchKey.AutogradFunctionality", _OPERATORS, None)
+is_key_excluded: Any = (lambda key: False) if None in (_is_excluded, _AUTOGRAD_KEY) else _is_excluded
+AUTOGRAD_KEY: Any = _AUTOGRAD_KEY
+
+
+# Profiles
+
+_PROFILES = "calls and collectives in profiles"
+profiler_enabled: Any = _find("torch.autograd._profiler_enabled", _PROFILES, lambda: False)
+_enter_record: Any = _find("torch.autograd._record_function_with_args_enter", _PROFILES, None)
+_exit_record: Any = _find("torch.autograd._record_function_with_args_exit", _PROFILES, None)
+_has_records: Final = None not in (_enter_record, _exit_record)
+# An event for a profile, which another thread may end. Both or none: an event that nobody ends spoils the profile.
+enter_record: Any = _enter_record if _has_records else lambda name, *tensors: None
+exit_record: Any = _exit_record if _has_records else lambda event: None
+# The profiler that torch's RPC takes part in. Torch has a newer one, and may drop this.
+_profiler_type: Any = _find("torch._C._autograd._profiler_type", _PROFILES, lambda: None)
+_LEGACY: Any = _find("torch._C._profiler.ActiveProfilerType.LEGACY", _PROFILES, _GONE)
+legacy_profile: Any = _find("torch.autograd.profiler_legacy.profile", _PROFILES)
+# One starts a profile, the other turns records into events.
+start_trace: Hook | None = _find_hook("torch.autograd.profiler_legacy.profile._start_trace", 1, _PROFILES)
+parse_records: Hook | None = _find_hook("torch.autograd.profiler_legacy._parse_legacy_records", 1, _PROFILES)
+build_tree: Any = _find("torch.autograd.profiler_util.EventList._build_tree", _PROFILES, lambda events: None)
+
+
+def is_legacy_profile() -> bool:
+    """Whether this thread is under a profile of the kind that calls take part in."""
+    return bool(profiler_enabled() and _profiler_type() == _LEGACY)
+
+
+# What torch.compile leaves alone. Torch has decorators for this, but they import its compiler, which takes seconds, and
+# cost time at each call.
+
+_COMPILER = "functions that torch.compile is to leave alone: it may trace farprop"
+_FrameAction: Any = _find("torch._C._dynamo.eval_frame._FrameAction", _COMPILER, None)
+_FrameExecStrategy: Any = _find("torch._C._dynamo.eval_frame._FrameExecStrategy", _COMPILER, None)
+_set_strategy: Any = _find("torch._C._dynamo.eval_frame.set_code_exec_strategy", _COMPILER, None)
+_has_strategies: Final = None not in (_FrameAction, _FrameExecStrategy, _set_strategy)
+
+
+def skip_in_compiler(function: Any, why: str, with_callees: bool = True) -> None:
+    """Have ``torch.compile`` run the function as it is, and all that it calls unless it is told otherwise."""
+    if _has_strategies:
+        callees = _FrameAction.SKIP if with_callees else _FrameAction.DEFAULT
+        _set_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, callees))
+    # The tracer asks for these when it meets a call of the function.
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = why
+    function._torchdynamo_disable_recursive = with_callees
+
+
+# Trees of lists, tuples and dicts
+
+
+def _tree_map(change: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _tree_map(change, value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_tree_map(change, item) for item in tree)
+    return change(tree)
+
+
+def _tree_map_only(kind: Any, change: Callable[[Any], Any], tree: Any) -> Any:
+    return _tree_map(lambda leaf: change(leaf) if isinstance(leaf, kind) else leaf, tree)
+
+
+_TREES = "tensors inside of containers of other classes than list, tuple and dict, in optimisers and modules"
+tree_map: Any = _find("torch.utils._pytree.tree_map", _TREES, _tree_map)
+tree_map_only: Any = _find("torch.utils._pytree.tree_map_only", _TREES, _tree_map_only)
+
+
+# Meeting places, and groups
+
+# Reads "worker1/cuda:0".
+remote_device: Any = _find("torch.distributed.remote_device._remote_device", "RemoteModule")
+create_store: Any = _find("torch.distributed._create_store_from_options", "init_rpc without a world_size")
+
+
+def _broadcast_each(group: Any, tensors: Sequence[torch.Tensor], _: int, rank: int) -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = rank, 0
+    for tensor in tensors:
+        group.broadcast([tensor], options).wait()
+
+
+_DDP = "DistributedDataParallel that costs as little as it can"
+broadcast_coalesced: Any = _find("torch.distributed._broadcast_coalesced", _DDP, _broadcast_each)
+
+
+def _copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def _multiply_each(targets: Sequence[torch.Tensor], factor: float) -> None:
+    for target in targets:
+        target.mul_(factor)
+
+
+foreach_copy: Any = _find("torch._foreach_copy_", _DDP, _copy_each)
+foreach_multiply: Any = _find("torch._foreach_mul_", _DDP, _multiply_each)
+# 0 where no two elements share memory. Others are given memory in the usual order.
+internal_overlap: Any = _find(
+    "torch._debug_has_internal_overlap", _DDP, lambda tensor: 0 if tensor.is_contiguous() else 1
+)
+preserve_version: Any = _find(
+    "torch.autograd._unsafe_preserve_version_counter",
+    "DistributedDataParallel of modules with buffers that a graph has saved, two forward passes before a backward",
+    lambda tensors: nullcontext(),
+)
+_join_config: Any = _find("torch.distributed.algorithms.join._JoinConfig", "Join with DistributedDataParallel", None)
+
+
+class _JoinsNothing:
+    enable = False
+    throw_on_early_termination = False
+
+
+# How a module takes part in a Join, if it does.
+join_config: Any = (lambda joinable: _JoinsNothing) if _join_config is None else operator.attrgetter("_join_config")
+
+
+# Operators of torch's, under the names that profiles and errors give them
+
+_OPERATOR_NAMES = "torch's operators under their own names in profiles, and their own errors"
+find_builtin: Any = _find("torch.jit._builtins._find_builtin", _OPERATOR_NAMES, lambda function: None)
+get_operation: Any = _find("torch._C._jit_get_operation", _OPERATOR_NAMES)
+qualified_name: Any = _find(
+    "torch._jit_internal._qualified_name",
+    _OPERATOR_NAMES,
+    lambda function: getattr(function, "name", "script function"),
+)
+
+
+# TorchScript, which torch deprecates. Calls, references and gradients need none of it. Its classes are empty tuples if
+# they are missing: nothing is an instance of those.
+
+
+class _NoError(Exception):
+    """What nobody raises."""
+
+
+_SCRIPT = "TorchScript: script functions and modules in calls, and calls from them"
+ScriptFunction: Any = _find("torch.jit.ScriptFunction", _SCRIPT, ())
+ScriptModule: Any = _find("torch.jit.ScriptModule", _SCRIPT, ())
+ScriptMethod: Any = _find("torch._C.ScriptMethod", _SCRIPT, ())
+ScriptList: Any = _find("torch._C.ScriptList", _SCRIPT, ())
+ScriptDict: Any = _find("torch._C.ScriptDict", _SCRIPT, ())
+ScriptError: Any = _find("torch.jit.Error", _SCRIPT, _NoError)
+# A method of C++ has a module of C++.
+wrap_module: Any = _find("torch.jit._recursive.wrap_cpp_module", _SCRIPT)
+script: Any = _find("torch.jit.script", _SCRIPT)
+save_script: Any = _find("torch.jit.save", _SCRIPT)
+load_script: Any = _find("torch.jit.load", _SCRIPT)
+ScriptAttribute: Any = _find("torch.jit.Attribute", _SCRIPT)
+export: Callable[[_F], _F] = _find("torch.jit.export", _SCRIPT, lambda function: function)
+ignore: Callable[[_F], _F] = _find("torch.jit.ignore", _SCRIPT, lambda function: function)
+# All that Python has compiled.
+compilation_unit: Any = _find("torch.jit._state._python_cu", _SCRIPT)
+class_of_name: Any = _find("torch.jit._state._name_to_pyclass", _SCRIPT)
+# The compiler's types
+JitType: Any = _find("torch._C.Type", _SCRIPT, ())
+InferredType: Any = _find("torch._C.InferredType", _SCRIPT)
+AnyType: Any = _find("torch._C.AnyType", _SCRIPT)
+NoneType: Any = _find("torch._C.NoneType", _SCRIPT)
+BoolType: Any = _find("torch._C.BoolType", _SCRIPT)
+IntType: Any = _find("torch._C.IntType", _SCRIPT)
+FloatType: Any = _find("torch._C.FloatType", _SCRIPT)
+StringType: Any = _find("torch._C.StringType", _SCRIPT)
+TensorType: Any = _find("torch._C.TensorType", _SCRIPT)
+ListType: Any = _find("torch._C.ListType", _SCRIPT)
+DictType: Any = _find("torch._C.DictType", _SCRIPT)
+FutureType: Any = _find("torch._C.FutureType", _SCRIPT)
+infer_type: Any = _find("torch._C._jit_try_infer_type", _SCRIPT)
+ann_to_type: Any = _find("torch.jit.annotations.ann_to_type", _SCRIPT)
+# Compiling
+CompilationUnit: Any = _find("torch._C.CompilationUnit", _SCRIPT)
+compile_class: Any = _find("torch._C._jit_script_class_compile", _SCRIPT)
+class_definition: Any = _find("torch.jit.frontend.get_jit_class_def", _SCRIPT)
+class_defaults: Any = _find("torch.jit.frontend.get_default_args_for_class", _SCRIPT)
+closure_of: Any = _find("torch._jit_internal.get_closure", _SCRIPT)
+no_source: Any = _find("torch._sources.fake_range", _SCRIPT)
+inline: Any = _find("torch._C._jit_pass_inline", _SCRIPT)
+# Where torch carries objects to the threads that compiled code goes on in
+stash_in_thread: Any = _find("torch._C._stash_obj_in_tls", _SCRIPT)
+stashed_in_thread: Any = _find("torch._C._get_obj_in_tls", _SCRIPT)
+is_stashed_in_thread: Any = _find("torch._C._is_key_in_tls", _SCRIPT)
+remove_from_thread: Any = _find("torch._C._remove_obj_from_tls", _SCRIPT)
+# Where its compiler asks farprop
+_SCRIPT_HOOKS: Final = (
+    _find_hook("torch.jit.frontend.parse_def", 1, _SCRIPT),
+    _find_hook("torch._jit_internal.createResolutionCallbackFromEnv", 1, _SCRIPT),
+    _find_hook("torch.jit.annotations.try_ann_to_type", 3, _SCRIPT),
+    _find_hook("torch._C._jit_try_infer_type", 1, _SCRIPT),
+    _find_hook("torch.jit._script._set_jit_function_cache", 2, _SCRIPT),
+    _find_hook("torch.jit._recursive._add_script_class", 2, _SCRIPT),
+    _find_hook("torch.jit._recursive.create_methods_and_properties_from_stubs", 3, _SCRIPT),
+)
+script_hooks: Final = {hook.name: hook for hook in _SCRIPT_HOOKS if hook is not None}
+# All or nothing: compiled code that knows half of farprop fails in ways that nobody understands.
+has_torchscript: Final = _SCRIPT not in _missing.values()
+
+
+def source_of(compiled: Any) -> Any:
+    """The Python function that a script function was compiled from; None if it is not known."""
+    return getattr(compiled, "_torchdynamo_inline", None)
+
+
+def type_of_module(compiled: Any) -> Any:
+    """The compiler's type of a compiled module."""
+    return compiled._c._type()
+
+
+def _warn() -> None:
+    version = str(torch.__version__)
+    is_tried = any(version == tried or version.startswith(tried + ".") for tried in TRIED)
+    if is_tried and not _missing:
+        return
+    text = "" if is_tried else f"farprop was tried with torch {_listed(TRIED)}, and this is torch {version}. "
+    if _missing:
+        features: dict[str, list[str]] = {}
+        for name, feature in _missing.items():
+            features.setdefault(feature, []).append(name)
+        text += f"Torch {version} lacks names that farprop uses; what needs them is off, or slower:"
+        text += "".join(f"\n- {feature} ({', '.join(found)})" for feature, found in features.items())
+    else:
+        text += "It has all that farprop needs, as far as can be told by names."
+    warnings.warn(text, TorchVersionWarning, stacklevel=2)
+
+
+_warn()
