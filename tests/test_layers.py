@@ -124,6 +124,98 @@ def test_farprop_does_not_use_what_it_replaces():
     assert uses == []
 
 
+# Names of torch's that may change or go with any version. One file looks them up, and says what is lost without them.
+LOOKED_UP_IN = PACKAGE / "_torch.py"
+# Without an underscore, but deprecated, or not documented. farprop.jit is about TorchScript, and most of it is imported
+# only if there is one.
+FLEETING = ("torch.jit", "torch.autograd.profiler_legacy", "torch.distributed.remote_device")
+# Private attributes of the standard library's.
+OF_OTHERS = {"_getframe", "_value2member_map_"}
+
+
+def private_uses(source: str, fleeting: tuple[str, ...] = FLEETING) -> list[tuple[int, str]]:
+    """Lines of this code that import or use private names of torch's modules."""
+    tree = ast.parse(source)
+    names = _imported_names(tree)
+    found = {
+        (node.lineno, name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.expr | ast.stmt)
+        for name in _mentions(node, names)
+        if name.partition(".")[0] == "torch"
+        and (
+            any(_is_private(part) for part in name.split("."))
+            or any(name == one or name.startswith(f"{one}.") for one in fleeting)
+        )
+    }
+    return sorted(found)
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _defined(tree: ast.AST) -> Iterator[str]:
+    """Names that this code gives to attributes, functions, classes and variables."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Assign) and any(
+            isinstance(t, ast.Name) and t.id == "__slots__" for t in node.targets
+        ):
+            yield from ast.literal_eval(node.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch._C.Future",
+        "import torch\ntorch.autograd._profiler_enabled()",
+        "from torch.utils._pytree import tree_map",
+        "from torch import _jit_internal",
+        "import torch.distributed as dist\ndist._broadcast_coalesced",
+        "from torch.autograd.variable import Variable\nVariable._execution_engine",
+        "import torch\nisinstance(x, torch.jit.ScriptModule)",
+        "from torch.autograd import profiler_legacy",
+        "import importlib\nimportlib.import_module('torch._dynamo')",
+    ],
+)
+def test_private_uses_are_found(source):
+    assert private_uses(source)
+
+
+@pytest.mark.parametrize("source", ["import torch\ntorch.__version__", "import torch\ntorch.futures.Future", "a._b"])
+def test_public_uses_are_not_private(source):
+    assert private_uses(source) == []
+
+
+def test_private_names_of_torchs_are_looked_up_in_one_place():
+    files = [file for file in sorted(PACKAGE.rglob("*.py")) if file != LOOKED_UP_IN]
+    uses = [
+        f"{file.relative_to(ROOT)}:{line}: {name}"
+        for file in files
+        for line, name in private_uses(file.read_text(), () if file.parent == PACKAGE / "jit" else FLEETING)
+    ]
+    assert uses == []
+
+
+def test_private_attributes_are_farprops_own():
+    # Whose object it is can't be seen in the source, so nobody else's may have a name that farprop does not define.
+    trees = {file: ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py")) if file != LOOKED_UP_IN}
+    defined = {name for tree in trees.values() for name in _defined(tree)} | OF_OTHERS
+    uses = [
+        f"{file.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+        for file, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in defined
+    ]
+    assert uses == []
+
+
 def test_every_module_has_its_layer():
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (layers,) = (c["layers"] for c in config["tool"]["importlinter"]["contracts"] if c["type"] == "layers")

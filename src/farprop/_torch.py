@@ -85,6 +85,12 @@ def _find(name: str, feature: str, fallback: Any = _RAISE) -> Any:
     return _Absent(name, feature) if fallback is _RAISE else fallback
 
 
+def _find_base(name: str, feature: str) -> Any:
+    """A class that ours is derived from; where it is missing, one that raises when an object of it is made."""
+    absent = _Absent(name, feature)
+    return _find(name, feature, type("Absent", (), {"__init__": lambda self, *args, **kwargs: absent()}))
+
+
 class Hook(NamedTuple):
     """A function of torch's that one of ours is to take the place of."""
 
@@ -221,7 +227,7 @@ exit_record: Any = _exit_record if _has_records else lambda event: None
 # The profiler that torch's RPC takes part in. Torch has a newer one, and may drop this.
 _profiler_type: Any = _find("torch._C._autograd._profiler_type", _PROFILES, lambda: None)
 _LEGACY: Any = _find("torch._C._profiler.ActiveProfilerType.LEGACY", _PROFILES, _GONE)
-legacy_profile: Any = _find("torch.autograd.profiler_legacy.profile", _PROFILES)
+legacy_profile: Any = _find_base("torch.autograd.profiler_legacy.profile", _PROFILES)
 # One starts a profile, the other turns records into events.
 start_trace: Hook | None = _find_hook("torch.autograd.profiler_legacy.profile._start_trace", 1, _PROFILES)
 parse_records: Hook | None = _find_hook("torch.autograd.profiler_legacy._parse_legacy_records", 1, _PROFILES)

@@ -6,6 +6,7 @@
 in this process. What your own modules took from torch before ``install()`` stays torch's, so call it first.
 """
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -13,8 +14,8 @@ import importlib.util
 import sys
 import threading
 import types
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import torch
 import torch.distributed
@@ -36,6 +37,7 @@ _REPLACEMENTS: Final = {
 
 # Where torch's own names of these modules come from: the modules, and the C++ modules under them.
 _OWNERS: Final = (*_REPLACEMENTS, "torch._C._distributed_rpc", "torch._C._distributed_autograd")
+_NOTHING: Final = object()
 _lock: Final = threading.Lock()
 _installed = False
 
@@ -76,33 +78,92 @@ class _AliasFinder(importlib.abc.MetaPathFinder):
         return None
 
 
+class _Changes:
+    """What was changed in torch and in the import system, so that it can be undone."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], object]] = []
+
+    def set(self, owner: Any, name: str, value: object) -> None:
+        """Set an attribute."""
+        old = vars(owner).get(name, _NOTHING)
+        self._made(lambda: vars(owner).pop(name, None) if old is _NOTHING else setattr(owner, name, old))
+        setattr(owner, name, value)
+
+    def set_module(self, name: str, module: types.ModuleType | None) -> types.ModuleType | None:
+        """Put a module under a name, or take away what is there; returns what was there."""
+        old = sys.modules.pop(name, None)
+        self._made(lambda: sys.modules.pop(name, None) if old is None else sys.modules.update({name: old}))
+        if module is not None:
+            sys.modules[name] = module
+        return old
+
+    def find_with(self, finder: importlib.abc.MetaPathFinder) -> None:
+        """Have modules looked for here first."""
+        self._made(lambda: sys.meta_path.remove(finder) if finder in sys.meta_path else None)
+        sys.meta_path.insert(0, finder)
+
+    def teach_torchscript(self) -> None:
+        """Put farprop's hooks into TorchScript, if that can be done."""
+        # By its name: it is a layer above.
+        was_there = "farprop.jit" in sys.modules
+        jit = importlib.import_module("farprop.jit")
+        if jit._install() or not was_there:
+            self._made(jit._uninstall)
+
+    def _made(self, undo: Callable[[], object]) -> None:
+        # Before the change itself: an interrupt may come between the two, and to undo what was not done is harmless.
+        self._undo.append(undo)
+
+    def undo(self) -> None:
+        """Put everything back."""
+        while self._undo:
+            self._undo.pop()()
+
+
 def install() -> None:
     """Make ``torch.distributed.rpc``, ``autograd``, ``nn.RemoteModule`` and ``optim.DistributedOptimizer`` farprop's.
 
     So are ``torch.nn.parallel.DistributedDataParallel``, ``torch.futures.wait_all`` and
-    ``torch.distributed.monitored_barrier``. A second call does nothing.
+    ``torch.distributed.monitored_barrier``. A second call does nothing. If it raises, torch is as it was.
     """
     global _installed
     with _lock:
         if _installed:
             return
-        # Optimizers and torch.compile end up importing this, and it takes private names from the RPC when it
-        # is imported. Import it while it finds all of torch's; what it took is made ours below.
-        importlib.import_module("torch.distributed.nn")
-        replaced: dict[str, types.ModuleType] = {}
-        for theirs, ours in _REPLACEMENTS.items():
-            # What is in a package that nobody has imported yet is found by the finder when somebody does:
-            # torch.distributed.optim takes seconds to import, and most programs don't need it.
-            if _exists(ours) and theirs.rpartition(".")[0] in sys.modules:
-                replaced |= _replace(theirs, importlib.import_module(ours))
-        sys.meta_path.insert(0, _AliasFinder())
-        _rebind(replaced)
-        torch.futures.wait_all = wait_all
-        torch.distributed.monitored_barrier = torch.distributed.distributed_c10d.monitored_barrier = monitored_barrier
-        # By its name: it is a layer above, and is there to change what torch.jit.script does.
-        importlib.import_module("farprop.jit")
-        _replace_class(torch.nn.parallel.DistributedDataParallel, "farprop.nn.parallel")
+        changes = _Changes()
+        try:
+            _install(changes)
+        except BaseException:
+            changes.undo()
+            raise
         _installed = True
+
+
+def _install(changes: _Changes) -> None:
+    # Optimizers and torch.compile end up importing this, and it takes private names from the RPC when it is imported.
+    # Import it while it finds all of torch's; what it took is made ours below.
+    with contextlib.suppress(ImportError):  # of a torch without it, which then nobody imports
+        importlib.import_module("torch.distributed.nn")
+    # What is in a package that nobody has imported yet is found by the finder when somebody does:
+    # torch.distributed.optim takes seconds to import, and most programs don't need it.
+    ours = {
+        theirs: importlib.import_module(name)
+        for theirs, name in _REPLACEMENTS.items()
+        if _exists(name) and theirs.rpartition(".")[0] in sys.modules
+    }
+    parallel = importlib.import_module("farprop.nn.parallel")
+    changes.teach_torchscript()
+    # Nothing below imports anything.
+    replaced: dict[str, types.ModuleType] = {}
+    for theirs, module in ours.items():
+        replaced |= _replace(changes, theirs, module)
+    changes.find_with(_AliasFinder())
+    _rebind(changes, replaced)
+    changes.set(torch.futures, "wait_all", wait_all)
+    for owner in (torch.distributed, torch.distributed.distributed_c10d):
+        changes.set(owner, "monitored_barrier", monitored_barrier)
+    _replace_class(changes, torch.nn.parallel.DistributedDataParallel, parallel.DistributedDataParallel)
 
 
 def _exists(module: str) -> bool:
@@ -113,27 +174,31 @@ def _within(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
-def _replace(theirs: str, ours: types.ModuleType) -> dict[str, types.ModuleType]:
+def _replace(changes: _Changes, theirs: str, ours: types.ModuleType) -> dict[str, types.ModuleType]:
     """Put our module, and those in it if it is a package, under their name; return their modules by name."""
     # All of their modules go, also those we have no counterpart of: half torch, half farprop helps nobody.
-    replaced = {name: sys.modules.pop(name) for name in list(sys.modules) if _within(name, theirs)}
+    replaced: dict[str, types.ModuleType] = {}
+    for name in list(sys.modules):
+        if _within(name, theirs):
+            module = changes.set_module(name, None)
+            if module is not None:
+                replaced[name] = module
     for name, module in list(sys.modules.items()):
         if _within(name, ours.__name__):
-            sys.modules[theirs + name.removeprefix(ours.__name__)] = module
+            changes.set_module(theirs + name.removeprefix(ours.__name__), module)
     parent, _, name = theirs.rpartition(".")
-    setattr(sys.modules[parent], name, ours)
+    changes.set(sys.modules[parent], name, ours)
     return replaced
 
 
-def _replace_class(theirs: type, module: str) -> None:
-    """Put our class of that name where torch's modules have theirs; the module that theirs is from has other things."""
-    ours = getattr(importlib.import_module(module), theirs.__name__)
+def _replace_class(changes: _Changes, theirs: type, ours: type) -> None:
+    """Put our class where torch's modules have theirs; the module that theirs is from has other things."""
     for name, found in list(sys.modules.items()):
         if _within(name, "torch") and getattr(found, "__dict__", {}).get(theirs.__name__) is theirs:
-            setattr(found, theirs.__name__, ours)
+            changes.set(found, theirs.__name__, ours)
 
 
-def _rebind(replaced: dict[str, types.ModuleType]) -> None:
+def _rebind(changes: _Changes, replaced: dict[str, types.ModuleType]) -> None:
     """Point the names that torch's own modules took from the replaced modules at ours.
 
     ``torch.nn.parallel.distributed`` and ``torch.jit.annotations``, for two, have taken ``RRef`` by the time
@@ -157,4 +222,4 @@ def _rebind(replaced: dict[str, types.ModuleType]) -> None:
             continue
         for attribute, value in list(vars(module).items()):
             if id(value) in ours:
-                setattr(module, attribute, ours[id(value)][1])
+                changes.set(module, attribute, ours[id(value)][1])

@@ -8,6 +8,7 @@ If TorchScript is not as farprop knows it, a ``TorchVersionWarning`` says so, an
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import torch
@@ -40,9 +41,9 @@ def _install() -> bool:
 
 def _uninstall() -> None:
     """Take the hooks out again."""
-    from farprop.jit import hooks
-
-    hooks.uninstall()
+    hooks = sys.modules.get("farprop.jit.hooks")
+    if hooks is not None:
+        hooks.uninstall()
 
 
 _install()

@@ -1,0 +1,246 @@
+"""Farprop with a torch that it does not know: names that are gone, hooks that don't fit, another version."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.nn
+
+from tests.support.hiding import WHOLE_MODULES, Outcome
+from tests.support.workers import run_workers
+
+# Farprop is imported by functions alone: workers that run those here are to import it in their own way.
+ROOT = Path(__file__).parents[1]
+
+# Names that something can't do without: what, of the uses that tests.support.hiding makes.
+NEEDED = {
+    "torch.autograd.Variable._execution_engine.queue_callback": "train",
+    "torch.distributed.remote_device._remote_device": "remote_module",
+    "torch.distributed.remote_device": "remote_module",
+}
+# What farprop replaces, so does not need.
+NOT_MISSED = ("torch.distributed.nn", "torch.distributed.rpc")
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """What became of farprop without each name."""
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("bytecode"))}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.support.hiding", str(first), "2"],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for first in range(2)
+    ]
+    found: dict[str, Outcome] = {}
+    for process in running:
+        out, err = process.communicate()
+        assert process.returncode == 0, err
+        for line in out.splitlines():
+            outcome = Outcome(**json.loads(line))
+            found[outcome.name] = outcome
+    return found
+
+
+def test_everything_imports_without_any_one_name_and_one_warning_says_what_is_off(outcomes: dict[str, Outcome]) -> None:
+    from farprop import _torch
+
+    assert outcomes.keys() == {*_torch.names, *WHOLE_MODULES}
+    for name, outcome in outcomes.items():
+        if name in NOT_MISSED:
+            assert outcome.warnings == [], name
+            continue
+        ((category, text),) = outcome.warnings
+        assert category == "TorchVersionWarning"
+        assert name in text
+        assert torch.__version__ in text
+        if name in _torch.names:
+            assert _torch.names[name] in text
+
+
+def test_what_needs_no_missing_name_works_and_what_does_says_so(outcomes: dict[str, Outcome]) -> None:
+    for name, outcome in outcomes.items():
+        failed = {use: error for use, error in outcome.uses.items() if error}
+        assert list(failed) == ([NEEDED[name]] if name in NEEDED else []), (name, failed)
+        for error in failed.values():
+            assert error.startswith("TorchVersionError: ")
+            assert name in error
+            assert torch.__version__ in error
+
+
+def _warnings_of(run: Callable[[], object]) -> list[tuple[str, str]]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run()
+    return [(warning.category.__name__, str(warning.message)) for warning in seen]
+
+
+def _import_all() -> None:
+    import farprop.compat
+    import farprop.jit
+    import farprop.rpc
+
+    farprop.compat.install()
+
+
+def _with_version(_: int, version: str) -> list[tuple[str, str]]:
+    torch.__version__ = version  # type: ignore[assignment]
+    return _warnings_of(_import_all)
+
+
+def test_an_untried_torch_is_one_warning_with_the_versions_that_were_tried() -> None:
+    from farprop import _torch
+
+    (((category, text),),) = run_workers(_with_version, 1, ("2.99.1+cpu",))
+    assert category == "TorchVersionWarning"
+    for version in (*_torch.TRIED, "2.99.1+cpu"):
+        assert version in text
+    # 2.130 is not 2.13.
+    ((_,),) = run_workers(_with_version, 1, ("2.130.0",))
+
+
+def test_a_torch_that_was_tried_is_no_warning() -> None:
+    from farprop import _torch
+
+    for version in _torch.TRIED:
+        assert run_workers(_with_version, 1, (version + ".1",)) == [[]]
+
+
+# Hooks
+
+
+def _with_hook_of_other_arguments(_: int) -> list[tuple[str, str]]:
+    from torch.jit import _recursive, frontend
+
+    frontend.parse_def = changed = lambda function, flavour: None
+    seen = _warnings_of(_import_all)
+    assert frontend.parse_def is changed
+    assert not hasattr(_recursive._add_script_class, "func"), "a hook was put in, but not all can be"
+    return seen
+
+
+def test_a_hook_of_another_signature_leaves_torchscript_alone() -> None:
+    (((category, text),),) = run_workers(_with_hook_of_other_arguments, 1)
+    assert category == "TorchVersionWarning"
+    assert "torch.jit.frontend.parse_def" in text
+
+
+def _state() -> dict[str, Any]:
+    """All of torch's modules with their attributes, and what the import system knows of them."""
+
+    modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"}
+    return {
+        "modules": modules,
+        "finders": list(sys.meta_path),
+        "attributes": {
+            name: dict(vars(module)) for name, module in modules.items() if isinstance(module, types.ModuleType)
+        },
+    }
+
+
+def _differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    found = [] if before["finders"] == after["finders"] else ["sys.meta_path"]
+    for name in before["modules"].keys() | after["modules"].keys():
+        if before["modules"].get(name) is not after["modules"].get(name):
+            found.append(name)
+            continue
+        old, new = before["attributes"].get(name, {}), after["attributes"].get(name, {})
+        for attribute in old.keys() | new.keys():
+            if old.get(attribute) is not new.get(attribute):
+                found.append(f"{name}.{attribute}")
+    # Farprop's own operators are listed there once farprop is imported.
+    return [name for name in found if name != "torch.ops.farprop"]
+
+
+class _Injected(Exception):
+    pass
+
+
+def _fail_at_each_change(_: int) -> int:
+    import farprop.compat
+
+    changes = farprop.compat._Changes
+    made = changes._made
+    for failing in itertools.count():
+        before, count = _state(), itertools.count()
+
+        def failing_made(self: Any, undo: Any, failing: int = failing, count: Any = count) -> None:
+            made(self, undo)
+            if next(count) == failing:
+                raise _Injected
+
+        changes._made = failing_made
+        try:
+            farprop.compat.install()
+        except _Injected:
+            changed = _differences(before, _state())
+            assert not changed, f"after a failure at change {failing}: {changed}"
+        else:
+            changes._made = made
+            _check_installed()
+            return failing
+    raise AssertionError
+
+
+def _check_installed() -> None:
+    import torch.distributed.rpc as rpc
+
+    import farprop.rpc
+
+    assert rpc is farprop.rpc
+    from tests.jit.functions import add_elsewhere  # TorchScript compiles it, with a call in it
+
+    assert isinstance(add_elsewhere._wrapped_async_rpc_function, torch.jit.ScriptFunction)
+
+
+def test_an_install_that_fails_leaves_torch_as_it_was_and_can_be_tried_again() -> None:
+    (changes,) = run_workers(_fail_at_each_change, 1)
+    assert changes > 20
+
+
+def _fail_at_each_hook(_: int) -> int:
+    import farprop.compat
+    import farprop.rpc as rpc
+    from farprop import _torch
+    from farprop.jit import hooks
+
+    hooks.uninstall()
+    torchs = [getattr(hook.owner, hook.name) for hook in _torch.script_hooks.values()]
+    wraps = functools.wraps
+    for failing in range(len(torchs)):
+        count = itertools.count()
+
+        def failing_wraps(theirs: Any, failing: int = failing, count: Any = count) -> Any:
+            if next(count) == failing:
+                raise _Injected
+            return wraps(theirs)
+
+        hooks.functools = types.SimpleNamespace(wraps=failing_wraps, partial=functools.partial)  # type: ignore[attr-defined]
+        farprop.compat._installed = False
+        ((category, text),) = _warnings_of(farprop.compat.install)
+        assert category == "TorchVersionWarning"
+        assert "TorchScript" in text
+        assert [getattr(hook.owner, hook.name) for hook in _torch.script_hooks.values()] == torchs
+        assert torch.distributed.rpc is rpc
+    return len(torchs)
+
+
+def test_hooks_that_cant_be_put_into_torchscript_are_a_warning_and_the_rest_is_installed() -> None:
+    assert run_workers(_fail_at_each_hook, 1) == [7]
