@@ -396,7 +396,12 @@ inline: Any = _find("torch._C._jit_pass_inline", _SCRIPT)
 stash_in_thread: Any = _find("torch._C._stash_obj_in_tls", _SCRIPT)
 stashed_in_thread: Any = _find("torch._C._get_obj_in_tls", _SCRIPT)
 is_stashed_in_thread: Any = _find("torch._C._is_key_in_tls", _SCRIPT)
-remove_from_thread: Any = _find("torch._C._remove_obj_from_tls", _SCRIPT)
+# It puts up with an object that says nothing: it is what carry_context puts there, without a context.
+remove_from_thread: Any = _find(
+    "torch._C._remove_obj_from_tls",
+    "threads of TorchScript that have nothing left of an autograd context that has ended",
+    lambda key: stash_in_thread(key, (lambda: None, None)),
+)
 # Where its compiler asks farprop
 _SCRIPT_HOOKS: Final = (
     _find_hook("torch.jit.frontend.parse_def", 1, _SCRIPT),
@@ -406,6 +411,8 @@ _SCRIPT_HOOKS: Final = (
     _find_hook("torch.jit._script._set_jit_function_cache", 2, _SCRIPT),
     _find_hook("torch.jit._recursive._add_script_class", 2, _SCRIPT),
     _find_hook("torch.jit._recursive.create_methods_and_properties_from_stubs", 3, _SCRIPT),
+    _find_hook("torch.jit.save", 2, _SCRIPT),
+    _find_hook("torch.jit.load", 1, _SCRIPT),
 )
 script_hooks: Final = {hook.name: hook for hook in _SCRIPT_HOOKS if hook is not None}
 # All or nothing: compiled code that knows half of farprop fails in ways that nobody understands.

@@ -3,6 +3,7 @@
 """Classes that TorchScript compiles; Python never makes objects of them.
 
 The functions that they call are not here: there is another set of them for each type of value that references have.
+Where all of those are operators, what uses the class can be saved.
 """
 
 from typing import Any
@@ -34,7 +35,7 @@ class Reference:
         return is_owner(self._box)
 
     def owner(self):
-        return owner(self._box)
+        return Owner(owner_name(self._box), owner_id(self._box))
 
     def owner_name(self):
         return owner_name(self._box)
@@ -43,7 +44,7 @@ class Reference:
         return confirmed_by_owner(self._box)
 
     def __getstate__(self):
-        return refuse_to_save(self._box)
+        return save(self._box)
 
-    def __setstate__(self, state: Future[Any]):
-        self._box = state
+    def __setstate__(self, state: str):
+        self._box = load(state)

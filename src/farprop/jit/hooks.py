@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin
 
 from farprop import _torch
 from farprop.jit.graphs import finish
-from farprop.jit.references import reference_type, type_of_references
+from farprop.jit.references import reference_type, take_refusal, type_of_references
 from farprop.jit.rewriting import rewrite, stand_ins
 from farprop.rpc.rref import RRef
 
@@ -100,6 +100,21 @@ def _finish_method(type: Any, name: str) -> None:
     finish(_torch.compilation_unit.find_function(f"{type.qualified_name()}.{name}").graph)
 
 
+# When they are saved and loaded
+
+
+def _with_own_errors(theirs: _Theirs, *args: Any, **kwargs: Any) -> Any:
+    """Torch makes a ``RuntimeError`` of what is raised while it saves or loads an object, and keeps the text alone."""
+    take_refusal()
+    try:
+        return theirs(*args, **kwargs)
+    except RuntimeError:
+        refusal = take_refusal()
+        if refusal is None:
+            raise
+        raise refusal from None
+
+
 _HOOKS: dict[str, Callable[..., Any]] = {
     "parse_def": _parse_def,
     "createResolutionCallbackFromEnv": _look_up_names,
@@ -108,4 +123,6 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "_set_jit_function_cache": _finish_function,
     "_add_script_class": _finish_class,
     "create_methods_and_properties_from_stubs": _finish_methods,
+    "save": _with_own_errors,
+    "load": _with_own_errors,
 }

@@ -4,29 +4,43 @@ TorchScript has a type for references of torch's own RPC alone. To it, ours are 
 value, that the first use of ``RRef[T]`` compiles. Such an object has one attribute: a *box*, which is a future that is
 done and has the reference. References change into these objects and back where they cross between Python and compiled
 code, also inside of lists, tuples and dicts; ``RRef._box`` does it.
+
+What the methods of such a class call are operators, which can be saved with the code that uses them. But an operator
+has one type for its result, so those that give the value are there for the simple types alone. For others they are
+functions in Python, which no code that is saved may call.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from farprop import _torch
-from farprop.errors import UsageError
+from farprop.errors import FarpropError, UsageError, renewed
 from farprop.ids import WorkerInfo
 from farprop.jit.compiled import Owner, Reference
 from farprop.jit.containers import share
 from farprop.jit.contexts import enter_carried_context
 from farprop.jit.python_functions import ANY, JitType, python_function
+from farprop.rpc import saved
 from farprop.rpc.rref import RRef
 from farprop.runtime.gradients.contexts import current_context
 
 _BOX = _torch.FutureType(ANY)
-_FLOAT, _BOOL, _STRING = _torch.FloatType.get(), _torch.BoolType.get(), _torch.StringType.get()
+_FLOAT, _STRING = _torch.FloatType.get(), _torch.StringType.get()
 
+# Types of values that operators have for their results.
+_SIMPLE: dict[str, JitType] = {
+    kind.annotation_str: kind
+    for kind in (_torch.TensorType.get(), _torch.IntType.get(), _FLOAT, _torch.BoolType.get(), _STRING)
+}
+
+_library = torch.library.Library("farprop", "FRAGMENT")
 _types: dict[str, JitType] = {}
 _owner_types: list[JitType] = []
 _numbers = itertools.count()
@@ -39,11 +53,20 @@ class _OwnerInfo(WorkerInfo):
     __setattr__ = object.__setattr__  # type: ignore[assignment]
 
 
+class _Last(threading.local):
+    refusal: FarpropError | None = None
+
+
+_last = _Last()
+
+
 def reference_type(value: JitType) -> JitType:
     """The compiler's type for a reference to a value of this type."""
     key = value.annotation_str
     if key not in _types:
-        _types[key] = _compile(Reference, RRef, _functions(value))
+        # Where it can be saved, the name is the same on every worker, so that each knows the class in a file.
+        name = f"To{key}" if key in _SIMPLE else str(next(_numbers))
+        _types[key] = _compile(Reference, name, RRef, _functions(value))
     return _types[key]
 
 
@@ -67,85 +90,137 @@ def type_of_references(value: Any) -> JitType | None:
     return None
 
 
-def _compile(source: type, python_class: type, names: Any) -> JitType:
+def _compile(source: type, suffix: str, python_class: type, names: Any) -> JitType:
     """Compile a class under a name of its own; its objects are objects of ``python_class`` in Python."""
-    name = f"__torch__.farprop.jit.compiled.{source.__name__}{next(_numbers)}"
+    name = f"__torch__.farprop.jit.compiled.{source.__name__}{suffix}"
     tree = _torch.class_definition(source, source.__name__)
     made = _torch.compile_class(name, tree, _torch.class_defaults(source), names.get)
     _torch.class_of_name[made.qualified_name()] = python_class
     return made
 
 
-def _owner_type() -> JitType:
-    if not _owner_types:
-        _owner_types.append(_compile(Owner, _OwnerInfo, {}))
-    return _owner_types[0]
-
-
-def _functions(value: JitType) -> dict[str, Callable[..., Any]]:
+def _functions(value: JitType) -> dict[str, Any]:
     """What the methods of a reference to a value of this type call."""
-    kind = value.kind()
+    functions = {name: getattr(torch.ops.farprop, f"rref_{name}") for name in _OPERATORS}
+    if not _owner_types:
+        _owner_types.append(_compile(Owner, "", _OwnerInfo, {}))
+    functions["Owner"] = Owner  # the compiler finds what it has compiled of it
+    spelled = value.annotation_str
+    if spelled in _SIMPLE:
+        for name in ("to_here", "local_value"):
+            functions[name] = getattr(torch.ops.farprop, f"rref_{name}_{spelled.lower()}")
+        return functions
 
     def to_here(box: Any, timeout: Any) -> Any:
-        rref = box.value()
-        if kind == "InterfaceType" and not rref.is_owner():
-            raise UsageError(
-                f"{rref} is an RRef to a ScriptModule. It can't be sent through RPC from owner, {rref.owner()}. Call a "
-                "function there that takes the reference."
-            )
-        outer = enter_carried_context()
-        try:
-            return value_of(rref, timeout)
-        finally:
-            if outer is not None:
-                current_context.reset(outer)
+        return _to_here(box, timeout, value)
 
     def local_value(box: Any) -> Any:
-        rref = box.value()
-        if not rref.is_owner():
-            raise UsageError(
-                f"Can't call RRef.local_value() on a non-owner RRef: the value of {rref} is on {rref.owner_name()}. "
-                "Call to_here(), or a function there that takes the reference."
-            )
-        return value_of(rref, 0.0)
-
-    def value_of(rref: RRef[Any], timeout: float) -> Any:
-        found = rref.to_here(timeout)
-        if rref._own is not None and kind in ("ListType", "DictType"):
-            share(rref._own.cell, value)
-            return rref._own.cell.get()
-        if kind == "TensorType" and isinstance(found, int | float):
-            return torch.tensor(found)  # as in the arguments of script functions
-        return found
-
-    def owner(box: Any) -> Any:
-        return box.value().owner()
-
-    def is_owner(box: Any) -> Any:
-        return box.value().is_owner()
-
-    def owner_name(box: Any) -> Any:
-        return box.value().owner_name()
-
-    def confirmed_by_owner(box: Any) -> Any:
-        return box.value().confirmed_by_owner()
+        return _local_value(box, value)
 
     def refuse_to_save(box: Any) -> Any:
-        raise UsageError(
-            f"RRef jit pickling is only allowed inside RPC calls: {box.value()} can't be saved. Save its value, which "
-            "to_here() gives."
-        )
+        with _noting_refusals():
+            raise UsageError(
+                f"{box.value()} can't be saved: it is an RRef[{value.annotation_str}]. References to "
+                f"{', '.join(_SIMPLE)} can."
+            )
 
-    types: dict[Any, tuple[JitType, dict[str, JitType]]] = {
-        to_here: (value, {"box": _BOX, "timeout": _FLOAT}),
-        local_value: (value, {"box": _BOX}),
-        owner: (_owner_type(), {"box": _BOX}),
-        is_owner: (_BOOL, {"box": _BOX}),
-        owner_name: (_STRING, {"box": _BOX}),
-        confirmed_by_owner: (_BOOL, {"box": _BOX}),
-        refuse_to_save: (_BOX, {"box": _BOX}),
+    return functions | {
+        "to_here": python_function(to_here, "to_here", value, box=_BOX, timeout=_FLOAT),
+        "local_value": python_function(local_value, "local_value", value, box=_BOX),
+        "save": python_function(refuse_to_save, "refuse_to_save", _STRING, box=_BOX),
     }
-    return {
-        function.__name__: python_function(function, function.__name__, result, **parameters)
-        for function, (result, parameters) in types.items()
-    }
+
+
+# What the functions and operators do
+
+
+def _to_here(box: Any, timeout: float, value: JitType) -> Any:
+    rref = box.value()
+    if value.kind() == "InterfaceType" and not rref.is_owner():
+        raise UsageError(
+            f"{rref} is an RRef to a ScriptModule. It can't be sent through RPC from owner, {rref.owner()}. Call a "
+            "function there that takes the reference."
+        )
+    outer = enter_carried_context()
+    try:
+        return _value_of(rref, timeout, value)
+    finally:
+        if outer is not None:
+            current_context.reset(outer)
+
+
+def _local_value(box: Any, value: JitType) -> Any:
+    rref = box.value()
+    if not rref.is_owner():
+        raise UsageError(
+            f"Can't call RRef.local_value() on a non-owner RRef: the value of {rref} is on {rref.owner_name()}. "
+            "Call to_here(), or a function there that takes the reference."
+        )
+    return _value_of(rref, 0.0, value)
+
+
+def _value_of(rref: RRef[Any], timeout: float, value: JitType) -> Any:
+    found = rref.to_here(timeout)
+    if rref._own is not None and value.kind() in ("ListType", "DictType"):
+        share(rref._own.cell, value)
+        return rref._own.cell.get()
+    if value.kind() == "TensorType" and isinstance(found, int | float):
+        return torch.tensor(found)  # as in the arguments of script functions
+    return found
+
+
+def _save(box: Any) -> str:
+    with _noting_refusals():
+        return saved.save(box.value())
+
+
+def _load(state: str) -> Any:
+    with _noting_refusals():
+        return saved.load(state)._box
+
+
+@contextmanager
+def _noting_refusals() -> Iterator[None]:
+    try:
+        yield
+    except FarpropError as error:
+        copy = renewed(error)  # which does not keep the frames that this one is raised through
+        assert isinstance(copy, FarpropError)
+        _last.refusal = copy
+        raise
+
+
+def take_refusal() -> FarpropError | None:
+    """Why this thread could not save or load a reference, since it was last asked."""
+    refusal, _last.refusal = _last.refusal, None
+    return refusal
+
+
+_OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "is_owner": ("(Future(Any) box) -> bool", lambda box: box.value().is_owner()),
+    "owner_name": ("(Future(Any) box) -> str", lambda box: box.value().owner_name()),
+    "owner_id": ("(Future(Any) box) -> int", lambda box: box.value().owner().id),
+    "confirmed_by_owner": ("(Future(Any) box) -> bool", lambda box: box.value().confirmed_by_owner()),
+    "save": ("(Future(Any) box) -> str", _save),
+    "load": ("(str state) -> Future(Any)", _load),
+}
+
+
+def _define(name: str, schema: str, function: Callable[..., Any]) -> None:
+    _library.define(f"rref_{name}{schema}")
+    _library.impl(f"rref_{name}", function, "CompositeExplicitAutograd")
+
+
+for _name, (_schema, _function) in _OPERATORS.items():
+    _define(_name, _schema, _function)
+for _result, _kind in _SIMPLE.items():
+    _define(
+        f"to_here_{_result.lower()}",
+        f"(Future(Any) box, float timeout) -> {_result}",
+        lambda box, timeout, kind=_kind: _to_here(box, timeout, kind),
+    )
+    _define(
+        f"local_value_{_result.lower()}",
+        f"(Future(Any) box) -> {_result}",
+        lambda box, kind=_kind: _local_value(box, kind),
+    )

@@ -51,6 +51,7 @@ from farprop.rpc.backend_registry import (
 from farprop.rpc.inspection import LiveReference, debug_info, live_references
 from farprop.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from farprop.rpc.rref import RRef
+from farprop.rpc.saved import _disable_jit_rref_pickle, _enable_jit_rref_pickle
 from farprop.rpc.server_process_global_profiler import _server_process_global_profile
 from farprop.runtime.agent import Agent as TensorPipeAgent
 from farprop.runtime.agent import meeting_seconds

@@ -17,7 +17,7 @@ from farprop.errors import FarpropError, UsageError
 from farprop.ids import WorkerInfo
 from farprop.protocol.quiescence import Quiescence, Report
 from farprop.protocol.references.records import UserReference
-from farprop.rpc import internal
+from farprop.rpc import internal, saved
 from farprop.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from farprop.rpc.inspection import LiveReference, live_references
 from farprop.rpc.internal import PythonUDF, RPCExecMode, _build_rpc_profiling_key, _internal_rpc_pickler
@@ -371,6 +371,7 @@ def _finalize_shutdown() -> None:
     agent = current_agent()
     _reset_current_rpc_agent()
     agent.shutdown()
+    saved.forget()
 
 
 def _wait_for_all_work(agent: Agent, timeout: float, before_round: Callable[[], None] | None = None) -> None:

@@ -186,6 +186,14 @@ class Agent:
             return self._info
         return worker if isinstance(worker, WorkerInfo) else self._group.info(worker)
 
+    def instance_of(self, worker: str) -> str | None:
+        """What tells the process that has this name now from others that had it; None if there is none."""
+        entry = self._group.find(worker)
+        if entry is None:
+            self._group.refresh()
+            entry = self._group.find(worker)
+        return None if entry is None else entry.instance
+
     def get_worker_infos(self) -> list[WorkerInfo]:
         return self._group.infos()
 
