@@ -142,31 +142,33 @@ def test_a_hook_of_another_signature_leaves_torchscript_alone() -> None:
     assert "torch.jit.frontend.parse_def" in text
 
 
-def _state() -> dict[str, Any]:
-    """All of torch's modules with their attributes, and what the import system knows of them."""
+class _State:
+    """All of torch's modules with their attributes, and what finds modules."""
 
-    modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"}
+    def __init__(self) -> None:
+        self._finders = list(sys.meta_path)
+        self._modules = _modules_of_torch()
+        self._attributes = {name: dict(vars(module)) for name, module in self._modules.items()}
+
+    def differences(self) -> list[str]:
+        """What is different now."""
+        found = [] if self._finders == sys.meta_path else ["sys.meta_path"]
+        now = _modules_of_torch()
+        found += [name for name in now.keys() | self._modules.keys() if now.get(name) is not self._modules.get(name)]
+        for name, old in self._attributes.items():
+            new = vars(self._modules[name])
+            changed = [attribute for attribute, value in old.items() if new.get(attribute) is not value]
+            found += [f"{name}.{attribute}" for attribute in (*changed, *(new.keys() - old.keys()))]
+        # Farprop's own operators are listed there once farprop is imported.
+        return [name for name in found if name != "torch.ops.farprop"]
+
+
+def _modules_of_torch() -> dict[str, types.ModuleType]:
     return {
-        "modules": modules,
-        "finders": list(sys.meta_path),
-        "attributes": {
-            name: dict(vars(module)) for name, module in modules.items() if isinstance(module, types.ModuleType)
-        },
+        name: module
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] == "torch" and isinstance(module, types.ModuleType)
     }
-
-
-def _differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    found = [] if before["finders"] == after["finders"] else ["sys.meta_path"]
-    for name in before["modules"].keys() | after["modules"].keys():
-        if before["modules"].get(name) is not after["modules"].get(name):
-            found.append(name)
-            continue
-        old, new = before["attributes"].get(name, {}), after["attributes"].get(name, {})
-        for attribute in old.keys() | new.keys():
-            if old.get(attribute) is not new.get(attribute):
-                found.append(f"{name}.{attribute}")
-    # Farprop's own operators are listed there once farprop is imported.
-    return [name for name in found if name != "torch.ops.farprop"]
 
 
 class _Injected(Exception):
@@ -178,8 +180,9 @@ def _fail_at_each_change(_: int) -> int:
 
     changes = farprop.compat._Changes
     made = changes._made
+    before = _State()
     for failing in itertools.count():
-        before, count = _state(), itertools.count()
+        count = itertools.count()
 
         def failing_made(self: Any, undo: Any, failing: int = failing, count: Any = count) -> None:
             made(self, undo)
@@ -190,7 +193,7 @@ def _fail_at_each_change(_: int) -> int:
         try:
             farprop.compat.install()
         except _Injected:
-            changed = _differences(before, _state())
+            changed = before.differences()
             assert not changed, f"after a failure at change {failing}: {changed}"
         else:
             changes._made = made
@@ -211,7 +214,7 @@ def _check_installed() -> None:
 
 
 def test_an_install_that_fails_leaves_torch_as_it_was_and_can_be_tried_again() -> None:
-    (changes,) = run_workers(_fail_at_each_change, 1)
+    (changes,) = run_workers(_fail_at_each_change, 1, timeout=110)
     assert changes > 20
 
 
