@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from farprop.errors import TorchVersionError, TorchVersionWarning
 
-# The versions that docs/torch_versions.md tells about.
-TRIED: Final = ("2.12", "2.13", "2.15")
+# The versions on which all that was tried works. docs/torch_versions.md says what was.
+TRIED: Final = ("2.13", "2.15")
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -128,8 +128,6 @@ _PublicFuture: Any = torch.futures.Future
 Future: Any = _find("torch._C.Future", _FUTURES, _PublicFuture)
 wait: Any = _find("torch._C.Future.wait", _FUTURES, _PublicFuture.wait)
 set_result: Any = _find("torch._C.Future.set_result", _FUTURES, _PublicFuture.set_result)
-
-
 # Gives a future the function that raises the exception in it.
 set_unwrap_function: Any = _find("torch._C.Future._set_unwrap_func", _FUTURES, None)
 
