@@ -317,6 +317,22 @@ preserve_version: Any = _find(
     "DistributedDataParallel of modules with buffers that a graph has saved, two forward passes before a backward",
     lambda tensors: nullcontext(),
 )
+_TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
+_find(
+    "torch.nn.parallel.DistributedDataParallel._active_ddp_module", "graphs that torch.compile cuts where buckets end"
+)
+
+
+def active_ddp() -> Any:
+    """The DistributedDataParallel in whose forward pass this is, which the compiler asks torch's class for."""
+    return getattr(_TorchDDP, "_active_ddp_module", None)
+
+
+def set_active_ddp(module: Any) -> None:
+    """The forward pass of this one begins, or ends if it is the one from before."""
+    _TorchDDP._active_ddp_module = module
+
+
 _join_config: Any = _find("torch.distributed.algorithms.join._JoinConfig", "Join with DistributedDataParallel", None)
 
 

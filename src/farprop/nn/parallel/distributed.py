@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
-from farprop._torch import join_config, preserve_version, tree_map_only
+from farprop._torch import active_ddp, join_config, preserve_version, set_active_ddp, tree_map_only
 from farprop.distributed.calling import rank_of, size_of, tensor_of, wait_for
 from farprop.errors import UsageError
 from farprop.nn.parallel.graph import tensors_in
@@ -106,13 +105,13 @@ class DistributedDataParallel(nn.Module, Joinable):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What the module computes. Its backward pass averages the gradients, unless under :meth:`no_sync`."""
         inputs, kwargs, divisor = self._before_forward(inputs, kwargs)
-        before = TorchDDP._active_ddp_module
+        before = active_ddp()
         if self.bucket_bytes_cap >= _MIB:  # the compiler can't cut graphs by smaller ones
-            TorchDDP._active_ddp_module = self  # type: ignore[assignment]
+            set_active_ddp(self)
         try:
             output = self.module(*inputs, **kwargs)
         finally:
-            TorchDDP._active_ddp_module = before
+            set_active_ddp(before)
         self._after_forward(output, divisor)
         return output
 
@@ -275,7 +274,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     @classmethod
     def _get_active_ddp_module(cls) -> Any:
         """The compiler asks for it to cut graphs where buckets end: torch's class, or under compat this one."""
-        return TorchDDP._active_ddp_module
+        return active_ddp()
 
 
 def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
