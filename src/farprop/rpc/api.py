@@ -150,7 +150,7 @@ def rpc_sync(
     if profiler_enabled() and (session := profiling.session()) is not None:
         return _call_profiled(agent, session, RPCExecMode.SYNC, to, func, args, kwargs, timeout).wait()
     if _default_pickler is not _internal_rpc_pickler:
-        func, args, kwargs = _with_own_pickler(func, args, kwargs)
+        func, args, kwargs = _pickled(func, args, kwargs)
     return agent.call_sync(to, func, tuple(args) if args else (), kwargs or {}, timeout)
 
 
@@ -178,7 +178,7 @@ def rpc_async(
         future = _call_profiled(agent, session, RPCExecMode.ASYNC, to, func, args, kwargs, timeout)
     else:
         if _default_pickler is not _internal_rpc_pickler:
-            func, args, kwargs = _with_own_pickler(func, args, kwargs)
+            func, args, kwargs = _pickled(func, args, kwargs)
         future = Future()
         agent.call_async(to, func, tuple(args) if args else (), kwargs or {}, timeout, future)
     if hasattr(_thread_local_var, "future_list"):
@@ -190,6 +190,8 @@ def _call_profiled(
     agent: Agent, session: Session, mode: RPCExecMode, to: Any, func: Any, args: Any, kwargs: Any, timeout: float
 ) -> Future:
     key = _profiling_key(agent, mode, to, func)
+    if _default_pickler is not _internal_rpc_pickler:
+        func, args, kwargs = _pickled(func, args, kwargs)
     future = Future()
     agent.call_profiled(to, func, tuple(args) if args else (), kwargs or {}, timeout, future, session, key)
     return future
@@ -204,9 +206,14 @@ def _profiling_key(agent: Agent, mode: RPCExecMode, to: Any, func: Any) -> str:
     return _build_rpc_profiling_key(mode, shown, agent.get_worker_info().name, agent.get_worker_info(to).name)
 
 
-def _with_own_pickler(func: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def _pickled(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """A call as the program's own pickler encodes it. Operators and script functions don't go through it."""
+    script = isinstance(getattr(func, "_wrapped_async_rpc_function", func), torch.jit.ScriptFunction)
+    if script or torch.jit._builtins._find_builtin(func) is not None:
+        return func, args, kwargs
     pickled = _default_pickler.serialize(PythonUDF(func, args or (), kwargs or {}))
-    return internal.run_pickled, pickled, {}
+    is_async = hasattr(func, "_wrapped_async_rpc_function")
+    return internal.run_pickled_async if is_async else internal.run_pickled, pickled, {}
 
 
 @uncompiled
@@ -251,8 +258,8 @@ def _remote(
     profile = None
     if profiler_enabled() and (session := profiling.session()) is not None:
         profile = session, _profiling_key(agent, RPCExecMode.REMOTE, to, func)
-    elif _default_pickler is not _internal_rpc_pickler:
-        func, args, kwargs = _with_own_pickler(func, args, kwargs)
+    if _default_pickler is not _internal_rpc_pickler:
+        func, args, kwargs = _pickled(func, args, kwargs)
     call = agent.create(to, func, args, kwargs, timeout, call_site(), profile, keep)
     subject = call.subject
     item = agent.references.hold(subject) if isinstance(subject, UserReference) else subject

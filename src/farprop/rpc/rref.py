@@ -14,6 +14,7 @@ from farprop.errors import ConnectionLostError, ReferenceLostError, UsageError, 
 from farprop.ids import WorkerInfo
 from farprop.protocol.references.records import OwnedValue, UserReference
 from farprop.protocol.references.states import User
+from farprop.rpc import internal
 from farprop.rpc.constants import UNSET_RPC_TIMEOUT
 from farprop.rpc.options import checked_timeout
 from farprop.rpc.rref_proxy import RRefProxy, let_go
@@ -26,7 +27,7 @@ from farprop.runtime.futures import Future
 from farprop.runtime.links import timeout_error
 from farprop.runtime.references import Held, ReferenceSpace, describe
 from farprop.runtime.uncompiled import uncompiled
-from farprop.wire.codec import arrival
+from farprop.wire.codec import arrival, travel_along
 
 T = TypeVar("T")
 
@@ -49,7 +50,7 @@ class RRef(Generic[T]):
     it is left on any worker.
     """
 
-    __slots__ = ("__weakref__", "_creation", "_held", "_own", "_owner_name", "_space", "_type")
+    __slots__ = ("__weakref__", "_creation", "_held", "_own", "_owner_name", "_profiled", "_space", "_type")
 
     _own: OwnedValue | None
     _held: Held | None
@@ -69,6 +70,7 @@ class RRef(Generic[T]):
         self._held = None
         self._creation: CreationCall | None = None
         self._type: Any = None
+        self._profiled: torch.futures.Future[Any] | None = None
         self._owner_name = agent.get_worker_info().name
 
     @classmethod
@@ -79,7 +81,7 @@ class RRef(Generic[T]):
         rref._space = space
         rref._own, rref._held = (item, None) if isinstance(item, OwnedValue) else (None, item)
         rref._creation = creation
-        rref._type = None
+        rref._type = rref._profiled = None
         rref._owner_name = owner_name
         return rref
 
@@ -252,11 +254,31 @@ class RRef(Generic[T]):
             raise UsageError(f"{self} does not come from rpc.remote() on this worker, so there is no future for it.")
         return self._creation.future()
 
-    _get_profiling_future = _get_future
+    def _get_profiling_future(self) -> torch.futures.Future[Any]:
+        """Done when what ran at the owner is in the profile: ``_set_profiling_future`` may say when that is."""
+        return self._get_future() if self._profiled is None else self._profiled
 
-    def _serialize(self) -> NoReturn:
+    def _set_profiling_future(self, future: torch.futures.Future[Any]) -> None:
+        self._profiled = future
+
+    def _serialize(self) -> tuple[str, int]:
+        """In a reducer of the program's own: send this with the call that is being pickled.
+
+        What it returns is for ``_deserialize``, where the call arrives.
+        """
         self._source("fork an UserRRef")
-        raise UsageError("An RRef travels only inside the arguments and results of calls.")
+        if internal.is_serializing():
+            return "table", internal.send_along(self)
+        place = travel_along(self)
+        if place is None:
+            raise UsageError("An RRef travels only inside the arguments and results of calls.")
+        return "call", place
+
+    @staticmethod
+    def _deserialize(data: tuple[str, int]) -> RRef[Any]:
+        """While a call is unpickled: the reference that ``_serialize`` returned this for."""
+        where, place = data
+        return _arrived(place) if where == "call" else internal._InternalRPCPickler._tensor_receiver(place)  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
         return f"OwnerRRef({self._own.rref})" if self._own is not None else describe(self._record)
@@ -311,8 +333,6 @@ class RRef(Generic[T]):
 def _arrived(place: int) -> RRef[Any]:
     """Called while a message is decoded: the reference that came at this place in front of it."""
     item = arrival(place)
-    if isinstance(item, RRef):
-        return item  # through a pickler of the user's
     agent = current_agent()
     owner = agent.get_worker_info().id if isinstance(item, OwnedValue) else item.record.owner
     return RRef._of(item, agent.references, agent.get_worker_info(owner).name)

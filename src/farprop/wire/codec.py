@@ -8,6 +8,8 @@ For a message of an autograd context, ``graph`` takes the tensors that require g
 builds them.
 
 ``place`` says where tensors go that are not on the CPU. Without one they raise ``NotPlaced``.
+
+``class_reducers`` has what the program registered for classes of its own, and comes before everything else.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import io
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +45,9 @@ _SHORT = ATOMS | {torch.Tensor}
 _MAX_PLAIN = 8
 _R = TypeVar("_R")
 
+# ``reducer(obj)`` for objects of exactly this class returns what ``__reduce__`` would.
+class_reducers: dict[Any, Callable[[Any], Any]] = {}
+
 
 class Encoded:
     """One encoded object: the pickle, the buffers beside it, what keeps their memory alive, flags for its frame, and
@@ -61,6 +66,12 @@ class Encoded:
         self.travellers = travellers
 
 
+class _Writing(threading.local):
+    """The pickler that this thread is in, while a reducer of the program runs."""
+
+    pickler: _Reductions | None = None
+
+
 class _Reductions:
     """What both picklers do with tensors and script modules. State is for one message."""
 
@@ -77,6 +88,12 @@ class _Reductions:
         return len(self.travellers) - 1
 
     def reduce(self, obj: Any) -> Any:
+        if class_reducers and type(obj) in class_reducers:
+            outer, _writing.pickler = _writing.pickler, self
+            try:
+                return class_reducers[type(obj)](obj)
+            finally:
+                _writing.pickler = outer
         if type(obj) is _Tensor:
             sent = self.sent
             if sent is None:
@@ -117,7 +134,7 @@ class _Placements(_Reductions):
 
     def reduce(self, obj: Any) -> Any:
         # A parameter is asked for its data, which comes here, and stays a parameter.
-        if not isinstance(obj, _Tensor) or type(obj) is _Parameter or obj.is_meta:
+        if not isinstance(obj, _Tensor) or type(obj) is _Parameter or obj.is_meta or type(obj) in class_reducers:
             return super().reduce(obj)
         if self.copies is None:
             self.copies = {}
@@ -134,12 +151,31 @@ class _Placements(_Reductions):
         return placed, (copy, target, obj.requires_grad)
 
 
+class _Tabled(_Reductions):
+    """The same with a table of reducers, which has the last word on tensors."""
+
+    table: Mapping[Any, Callable[[Any], Any]]
+
+    def reduce(self, obj: Any) -> Any:
+        reducer = self.table.get(type(obj))
+        if reducer is not None:
+            return reducer(obj)
+        return NotImplemented if type(obj) is _Tensor else super().reduce(obj)
+
+
 class _FastPickler(_Reductions, _Pickler):
     reducer_override = _Reductions.reduce
 
 
 class _PlacingPickler(_Placements, _Pickler):
     reducer_override = _Placements.reduce
+
+
+class _TabledPickler(_Tabled, _Pickler):
+    reducer_override = _Tabled.reduce
+
+
+_writing = _Writing()
 
 
 def encode(obj: Any, graph: list[torch.Tensor] | None = None, place: Place | None = None) -> Encoded:
@@ -154,6 +190,30 @@ def encode(obj: Any, graph: list[torch.Tensor] | None = None, place: Place | Non
             raise TypeError(f"can't send {type(obj).__name__}: {error}") from error
 
 
+def encode_with(reducers: Mapping[Any, Callable[[Any], Any]], obj: Any, begin: Callable[[], None]) -> bytes:
+    """A pickle of ``obj`` alone, by a table of reducers. ``begin`` is called first, and again for a second try."""
+    begin()
+    try:
+        return _dumped(_TabledPickler, reducers, obj)
+    except (pickle.PicklingError, AttributeError):
+        begin()
+        _cloud_pickler(None)
+        return _dumped(_TabledCloudPickler, reducers, obj)
+
+
+def _dumped(pickler_type: Any, reducers: Mapping[Any, Callable[[Any], Any]], obj: Any) -> bytes:
+    file = io.BytesIO()
+    pickler = pickler_type(file, 5)
+    pickler.table = reducers
+    pickler.dump(obj)
+    return file.getvalue()
+
+
+def travel_along(obj: Any) -> int | None:
+    """Inside a reducer of the program: have ``obj`` travel in front of the pickle. None where no call is encoded."""
+    return None if _writing.pickler is None else _writing.pickler.travel(obj)
+
+
 def encode_call(
     function: Any,
     args: tuple[Any, ...],
@@ -164,7 +224,7 @@ def encode_call(
     """Encode a call: ``(args, kwargs)``, or ``(function, args, kwargs)`` where the function has no name to go by."""
     if function is not None:
         return encode((function, args, kwargs), graph, place)
-    if not kwargs and place is None and len(args) <= _MAX_PLAIN:
+    if not kwargs and place is None and len(args) <= _MAX_PLAIN and _Tensor not in class_reducers:
         plain = encode_plain(args)
         if plain is not None:
             if graph is not None:
@@ -188,7 +248,7 @@ def encode_value(value: Any, graph: list[torch.Tensor] | None = None, place: Pla
         return _NONE
     if type(value) is Encoded:
         return value
-    if type(value) in _SHORT and place is None:
+    if type(value) in _SHORT and place is None and _Tensor not in class_reducers:
         plain = encode_plain((value,))
         if plain is not None:
             if graph is not None and type(value) is _Tensor and value.requires_grad:
@@ -275,7 +335,7 @@ def _encode(
 
 
 def _cloud_pickler(place: Place | None) -> Any:
-    global _CloudPickler, _PlacingCloudPickler
+    global _CloudPickler, _PlacingCloudPickler, _TabledCloudPickler
     if _CloudPickler is None:
         import cloudpickle
 
@@ -286,11 +346,13 @@ def _cloud_pickler(place: Place | None) -> Any:
 
         _CloudPickler = CloudPickler
         _PlacingCloudPickler = type("PlacingCloudPickler", (_Placements, CloudPickler), {})
+        _TabledCloudPickler = type("TabledCloudPickler", (_Tabled, CloudPickler), {})
     return _CloudPickler if place is None else _PlacingCloudPickler
 
 
 _CloudPickler: Any = None
 _PlacingCloudPickler: Any = None
+_TabledCloudPickler: Any = None
 _NONE = Encoded(pickle.dumps((0, (None,)), 5), [], None, PLAIN)
 
 
