@@ -281,7 +281,7 @@ tree_map_only: Any = _find("torch.utils._pytree.tree_map_only", _TREES, _tree_ma
 # Meeting places, and groups
 
 # Reads "worker1/cuda:0".
-remote_device: Any = _find("torch.distributed.remote_device._remote_device", "RemoteModule")
+parse_remote_device: Any = _find("torch.distributed.remote_device._remote_device", "RemoteModule")
 create_store: Any = _find("torch.distributed._create_store_from_options", "init_rpc without a world_size")
 
 

@@ -20,7 +20,7 @@ gates: dict[str, threading.Event] = {}
 
 def no_contexts_left() -> None:
     """Wait until this worker has no context and no pass."""
-    wait_until(lambda: autograd._get_debug_info() == {"num_current_backward_passes": "0", "num_autograd_contexts": "0"})
+    wait_until(lambda: autograd._get_debug_info() == {"num_current_backward_passes": 0, "num_autograd_contexts": 0})
 
 
 def info() -> dict[str, str]:

@@ -28,7 +28,7 @@ def _raising() -> None:
         # Nothing is left of it: not even the gradient that was computed before the error.
         assert rpc.rpc_sync("worker2", g.gradient_of_parameter, args=(context_id,)) is None
         for worker in ("worker0", "worker1", "worker2"):
-            assert rpc.rpc_sync(worker, g.info)["num_current_backward_passes"] == "0"
+            assert rpc.rpc_sync(worker, g.info)["num_current_backward_passes"] == 0
         rpc.rpc_sync("worker2", g.set_error, args=(None,))
         autograd.backward(context_id, [loss])
         assert torch.equal(autograd.get_gradients(context_id)[a], torch.full((2, 2), 9.0))

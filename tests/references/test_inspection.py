@@ -138,7 +138,11 @@ def _numbers() -> None:
     assert here["agent.client_active_calls"] >= 1
     assert {"agent.thread_pool_size", "agent.num_idle_threads", "references.num_pending_operations"} <= set(here)
     texts = rpc._get_debug_info()
-    assert all(isinstance(value, str) for value in texts.values())
+    assert all(
+        isinstance(value, str)
+        for key, value in texts.items()
+        if "backward_passes" not in key and "autograd_contexts" not in key
+    )
     assert texts["num_pending_users"] == "1"
     assert {"agent.thread_pool_size", "num_owner_rrefs"} <= set(texts)
     rpc.rpc_sync("worker1", g.open_gate, args=("numbers",))

@@ -157,8 +157,8 @@ def _get_max_id() -> int:
     return _space().contexts.max_id
 
 
-def _get_debug_info() -> dict[str, str]:
-    """Counts of passes and contexts, as text."""
+def _get_debug_info() -> dict[str, int]:
+    """Counts of passes and contexts."""
     return _space().debug_info()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import io
 import logging
 import types
 from collections.abc import Callable
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 
 import farprop.rpc as rpc
-from farprop._torch import export, ignore, remote_device, script, tree_map_only, type_of_module
+from farprop._torch import export, ignore, parse_remote_device, script, tree_map_only, type_of_module
 from farprop.nn.scripting import boxed, interface_type, methods_of
 from farprop.rpc import RRef
 
@@ -94,11 +96,14 @@ class _RemoteModule(nn.Module):
         _module_interface_cls: Any = None,
     ) -> None:
         super().__init__()
-        on, device = _place(remote_device)
-        creation = (module_cls, tuple(args or ()), kwargs or {}, device, _module_interface_cls)
-        if _module_interface_cls is not None:
+        self._prepare_init(remote_device)
+        creation: tuple[Any, ...] = (module_cls, tuple(args or ()), kwargs or {}, self.device)
+        if _module_interface_cls is None:
+            module_rref = rpc.remote(self.on, _create_module, creation)
+        else:
             methods_of(_module_interface_cls)  # refuses what is not an interface before anything is made
-        self._set_up(on, device, _module_interface_cls, rpc.remote(on, _create_module, creation))
+            module_rref = rpc.remote(self.on, _create_compiled_module, (*creation, _module_interface_cls))
+        self._set_up(self.on, self.device, _module_interface_cls, module_rref)
 
     @staticmethod
     def init_from_module_rref(
@@ -112,8 +117,19 @@ class _RemoteModule(nn.Module):
         """
         remote_module = RemoteModule.__new__(RemoteModule)
         nn.Module.__init__(remote_module)
-        remote_module._set_up(*_place(remote_device), _module_interface_cls, module_rref)
+        remote_module._prepare_init(remote_device)
+        remote_module._set_up(remote_module.on, remote_module.device, _module_interface_cls, module_rref)
         return remote_module
+
+    def _prepare_init(self, remote_device_str: str) -> bool:
+        """Find out on which worker and device the module is; whether tensors of the CPU are to go to a CUDA device."""
+        place = parse_remote_device(remote_device_str)
+        name, rank = place.worker_name(), place.rank()
+        on = rank if name is None else name
+        info = rpc.get_worker_info(on)  # raises if there is no such worker
+        self.on = info.name if on is None else on
+        self.device = str(place.device())
+        return torch.device(self.device).type == "cuda"
 
     def _set_up(self, on: str | int, device: str, interface: Any, module_rref: RRef[nn.Module]) -> None:
         self.on = on
@@ -136,7 +152,7 @@ class _RemoteModule(nn.Module):
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
         """References to the module's parameters; without those of its submodules if ``recurse`` is false."""
         arguments = (self.module_rref, recurse)
-        found: list[RRef[nn.Parameter]] = rpc.rpc_sync(self.module_rref.owner_name(), _parameter_rrefs, arguments)
+        found: list[RRef[nn.Parameter]] = rpc.rpc_sync(self.module_rref.owner_name(), _param_rrefs, arguments)
         return found
 
     def get_module_rref(self) -> RRef[nn.Module]:
@@ -184,11 +200,17 @@ class _RemoteModule(nn.Module):
             "there, with RemoteModule.init_from_module_rref."
         )
 
-    def _reduce_for_call(self, pickler: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def _check_attribute_picklability(self) -> None:
+        """Raises if this has an attribute of which nobody has said whether it travels with it."""
         known = {*_REMOTE_MODULE_PICKLED_ATTRIBUTES, *_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING}
         for name in vars(self).keys() - known:
-            _log.warning("The attribute %s of a RemoteModule is not sent with it.", name)
-        return _receive, (type(self), self.on, self.device, self._module_interface_cls, self.module_rref)
+            raise AttributeError(
+                f"Attribute {name} must be either in ``_REMOTE_MODULE_PICKLED_ATTRIBUTES`` or "
+                "``_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING``."
+            )
+
+    def _reduce_for_call(self, pickler: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _remote_module_reducer(self)
 
 
 class RemoteModule(_RemoteModule):
@@ -219,13 +241,21 @@ class RemoteModule(_RemoteModule):
         super().__init__(remote_device, module_cls, args, kwargs)
 
 
+def _raise_not_supported(name: str) -> NoReturn:
+    raise ValueError(f"Method ``{name}`` not supported for RemoteModule{_INSTEAD.get(name, '')}")
+
+
 def _unsupported(name: str) -> Callable[..., NoReturn]:
+    signature = inspect.signature(getattr(nn.Module, name))
+
     def method(self: _RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ValueError(f"Method ``{name}`` not supported for RemoteModule{_INSTEAD.get(name, '')}")
+        signature.bind(self, *args, **kwargs)
+        _raise_not_supported(name)
 
     method.__name__ = name
     method.__qualname__ = f"{_RemoteModule.__qualname__}.{name}"
     method.__doc__ = "Not supported."
+    method.__signature__ = signature  # type: ignore[attr-defined]
     return method
 
 
@@ -233,26 +263,38 @@ for _name in _UNSUPPORTED:
     setattr(_RemoteModule, _name, _unsupported(_name))
 
 
-def _place(where: str) -> tuple[str | int, str]:
-    """The worker and the device that are meant."""
-    place = remote_device(where)
-    name, rank = place.worker_name(), place.rank()
-    on = rank if name is None else name
-    info = rpc.get_worker_info(on)  # raises if there is no such worker
-    return info.name if on is None else on, str(place.device())
+def _remote_module_reducer(remote_module: _RemoteModule) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """How a RemoteModule travels in a call."""
+    known = {*_REMOTE_MODULE_PICKLED_ATTRIBUTES, *_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING}
+    for name in vars(remote_module).keys() - known:
+        _log.warning("The attribute %s of a RemoteModule is not sent with it.", name)
+    sent = remote_module.on, remote_module.device, remote_module._module_interface_cls, remote_module.module_rref
+    return _remote_module_receiver, (type(remote_module), *sent)
 
 
-def _receive(cls: type[_RemoteModule], *attributes: Any) -> _RemoteModule:
-    remote_module = cls.__new__(cls)
+def _remote_module_receiver(*remote_module_pickled_attrs: Any) -> _RemoteModule:
+    cls, *attributes = remote_module_pickled_attrs
+    remote_module: _RemoteModule = cls.__new__(cls)
     remote_module._set_up(*attributes)
     return remote_module
+
+
+def _recursive_script_module_reducer(recursive_script_module: Any) -> tuple[Callable[..., Any], tuple[bytes]]:
+    """How a compiled module travels in a call. A compiled RemoteModule refuses."""
+    file = io.BytesIO()
+    torch.jit.save(recursive_script_module, file)
+    return _recursive_script_module_receiver, (file.getvalue(),)
+
+
+def _recursive_script_module_receiver(recursive_script_module_serialized: bytes) -> Any:
+    return torch.jit.load(io.BytesIO(recursive_script_module_serialized))
 
 
 # What runs on the module's worker.
 
 
 def _create_module(
-    module_cls: Callable[..., nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], device: str, interface: Any
+    module_cls: Callable[..., nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], device: str
 ) -> nn.Module:
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
@@ -261,12 +303,35 @@ def _create_module(
             f"but it returns an instance of {type(module)}."
         )
     module.to(device)
-    if interface is None:
-        return module
+    return module
+
+
+def _create_compiled_module(
+    module_cls: Callable[..., nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], device: str, interface: Any
+) -> nn.Module:
+    module = _create_module(module_cls, args, kwargs, device)
     compiled = script(module)
     if not type_of_module(compiled).isSubtypeOf(interface_type(interface)):
         raise ValueError(f"{type(module)} does not implement {interface}: a method is missing or its types differ.")
     return compiled  # type: ignore[no-any-return]
+
+
+def _create_module_with_interface(
+    module_cls: Callable[..., nn.Module],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: str,
+    module_interface_cls: Any,
+) -> RRef[nn.Module]:
+    """A reference to the module, which is compiled if there is an interface."""
+    if module_interface_cls is None:
+        return RRef(_create_module(module_cls, args, kwargs, device))
+    return RRef(_create_compiled_module(module_cls, args, kwargs, device, module_interface_cls), module_interface_cls)
+
+
+def _instantiate_template(module_interface_cls: Any, enable_moving_cpu_tensors_to_cuda: bool) -> None:
+    """Have the methods of RemoteModules with this interface ready. They move tensors where that is needed."""
+    methods_of(module_interface_cls)
 
 
 def _run_forward(module_rref: RRef[nn.Module], device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -277,7 +342,7 @@ def _run_forward(module_rref: RRef[nn.Module], device: str, args: tuple[Any, ...
     return tree_map_only(torch.Tensor, torch.Tensor.cpu, module(*args, **kwargs))
 
 
-def _parameter_rrefs(module_rref: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]]:
+def _param_rrefs(module_rref: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]]:
     return [RRef(parameter) for parameter in module_rref.local_value().parameters(recurse)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -34,42 +34,55 @@ def _alone() -> Iterator[None]:
         _lock.release()
 
 
-class LocalOptimizer:
-    """The optimiser of one worker."""
+class _LocalOptimizer:
+    """The optimiser of one worker.
+
+    Args:
+        optim_cls: what makes the optimiser, when it is called with a list of parameters.
+        local_params_rref: references to the parameters, which are on this worker.
+        args: further arguments for ``optim_cls``.
+        kwargs: its named arguments.
+    """
+
+    global_lock = _lock
 
     def __init__(
         self,
-        make: Callable[..., torch.optim.Optimizer],
-        parameters: Sequence[torch.Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        optim_cls: Callable[..., torch.optim.Optimizer],
+        local_params_rref: Iterable[RRef[torch.Tensor]],
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
-        self._parameters = parameters
+        self._local_params = [parameter.local_value() for parameter in local_params_rref]
         # A list of its own: an optimiser may change the one it gets.
-        self.optimizer = make(list(parameters), *args, **kwargs)
+        self.optim = optim_cls(list(self._local_params), *args, **kwargs)
 
-    def step(self, context_id: int) -> None:
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.optim
+
+    def step(self, autograd_ctx_id: int) -> None:
         """Step with the gradients of the context. Parameters that it has none for are left as they are."""
-        gradients = dist_autograd.get_gradients(context_id)
-        with _alone(), _as_grad(self._parameters, gradients):
-            self.optimizer.step()
+        gradients = dist_autograd.get_gradients(autograd_ctx_id)
+        with _alone(), _as_grad(self._local_params, gradients):
+            self.optim.step()
 
     def make_scheduler(
         self, make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> RRef[LocalScheduler]:
         """A scheduler that sets the learning rates of this optimiser."""
         with _alone():
-            return RRef(LocalScheduler(make(self.optimizer, *args, **kwargs)))
+            return RRef(LocalScheduler(make(self.optim, *args, **kwargs)))
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the optimiser's."""
         with _alone():
-            return _copied(self.optimizer.state_dict())
+            return _copied(self.optim.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the optimiser go on from a state, which stays the caller's."""
         with _alone():
-            self.optimizer.load_state_dict(_copied(state))
+            self.optim.load_state_dict(_copied(state))
 
 
 class LocalScheduler:
@@ -95,14 +108,19 @@ class LocalScheduler:
             self._scheduler.load_state_dict(_copied(state))
 
 
-def make_optimizer(
-    make: Callable[..., torch.optim.Optimizer],
-    parameters: Sequence[RRef[torch.Tensor]],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> RRef[LocalOptimizer]:
+def _new_local_optimizer(
+    optim_cls: Callable[..., torch.optim.Optimizer],
+    local_params_rref: Iterable[RRef[torch.Tensor]],
+    *args: Any,
+    **kwargs: Any,
+) -> RRef[_LocalOptimizer]:
     """Make an optimiser for parameters of this worker."""
-    return RRef(LocalOptimizer(make, [parameter.local_value() for parameter in parameters], args, kwargs))
+    return RRef(_LocalOptimizer(optim_cls, local_params_rref, *args, **kwargs))
+
+
+def _local_optimizer_step(local_optim_rref: RRef[_LocalOptimizer], autograd_ctx_id: int) -> None:
+    """Step an optimiser of this worker."""
+    local_optim_rref.local_value().step(autograd_ctx_id)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,13 +10,33 @@ import torch
 
 import farprop.autograd as dist_autograd
 import farprop.rpc as rpc
-from farprop.optim.local import make_optimizer
+from farprop.optim.local import _local_optimizer_step as _local_optimizer_step
+from farprop.optim.local import _LocalOptimizer as _LocalOptimizer
+from farprop.optim.local import _new_local_optimizer
 from farprop.optim.scheduler import DistributedLRScheduler
 from farprop.optim.shares import Share, Start, call_all, gathered, load, on_all
 from farprop.rpc import RRef
 from farprop.runtime.gradients.contexts import current_context
 
 __all__ = ["DistributedOptimizer"]
+
+logger = logging.getLogger("farprop.optim")
+
+
+def _wait_for_all(rpc_futs: Iterable[torch.futures.Future[Any]]) -> list[Any]:
+    """The values of all futures, when all are done; raises the error of the last that failed."""
+    results, failed = [], None
+    for future in rpc_futs:
+        try:
+            results.append(future.wait())
+        except Exception as error:
+            failed = error
+    if failed is None:
+        return results
+    try:
+        raise failed
+    finally:
+        failed = None  # it keeps this frame, and must not be kept by it
 
 
 class DistributedOptimizer:
@@ -35,6 +56,8 @@ class DistributedOptimizer:
     they were asked for.
     """
 
+    is_functional_optim = False  # torch compiles some optimisers; here all are run as they are
+
     def __init__(
         self,
         optimizer_class: Callable[..., torch.optim.Optimizer],
@@ -53,8 +76,8 @@ class DistributedOptimizer:
             places.setdefault(parameter.owner_name(), []).append(place)
 
         def start(worker: str) -> Start:
-            arguments = (optimizer_class, [parameters[place] for place in places[worker]], args, kwargs)
-            return lambda: rpc.rpc_async(worker, make_optimizer, arguments)
+            arguments = (optimizer_class, [parameters[place] for place in places[worker]], *args)
+            return lambda: rpc.rpc_async(worker, _new_local_optimizer, arguments, kwargs)
 
         made = on_all((worker, start(worker)) for worker in places)
         self._shares = tuple(

@@ -20,14 +20,28 @@ from farprop.config import Settings
 from farprop.errors import UsageError
 from farprop.ids import WorkerInfo, check_worker_name
 from farprop.rpc import api, backend_registry, constants, functions, internal, meeting, options
+from farprop.rpc.agent import RpcAgent, TensorPipeAgent
 from farprop.rpc.api import (
     AllGatherStates,
+    PyRRef,
     _all_gather,
     _barrier,
+    _cleanup_python_rpc_handler,
+    _delete_all_user_and_unforked_owner_rrefs,
+    _destroy_rref_context,
     _get_current_rpc_agent,
     _get_debug_info,
+    _invoke_remote_builtin,
+    _invoke_remote_python_udf,
+    _invoke_remote_torchscript,
+    _invoke_rpc_builtin,
+    _invoke_rpc_python_udf,
+    _invoke_rpc_torchscript,
     _is_current_rpc_agent_set,
+    _reset_current_rpc_agent,
     _rref_context_get_debug_info,
+    _set_and_start_rpc_agent,
+    _set_profiler_node_id,
     _set_rpc_timeout,
     _use_rpc_pickler,
     _wait_all,
@@ -35,6 +49,9 @@ from farprop.rpc.api import (
     enable_gil_profiling,
     get_rpc_timeout,
     get_worker_info,
+    logger,
+    method_factory,
+    new_method,
     remote,
     rpc_async,
     rpc_sync,
@@ -48,12 +65,17 @@ from farprop.rpc.backend_registry import (
     init_backend,
     register_backend,
 )
+from farprop.rpc.constants import (
+    _DEFAULT_INIT_METHOD,
+    _DEFAULT_NUM_WORKER_THREADS,
+    _DEFAULT_RPC_TIMEOUT_SEC,
+    _UNSET_RPC_TIMEOUT,
+)
 from farprop.rpc.inspection import LiveReference, debug_info, live_references
-from farprop.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from farprop.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions, _TensorPipeRpcBackendOptionsBase
 from farprop.rpc.rref import RRef
 from farprop.rpc.saved import _disable_jit_rref_pickle, _enable_jit_rref_pickle
 from farprop.rpc.server_process_global_profiler import _server_process_global_profile
-from farprop.runtime.agent import Agent as TensorPipeAgent
 from farprop.runtime.agent import meeting_seconds
 from farprop.runtime.secret import check_settings
 
@@ -76,6 +98,8 @@ __all__ = [
     "init_rpc",
     "is_available",
     "live_references",
+    "method_factory",
+    "new_method",
     "register_backend",
     "remote",
     "rpc_async",
@@ -83,12 +107,10 @@ __all__ = [
     "shutdown",
 ]
 
-RpcAgent = TensorPipeAgent
-PyRRef = RRef
-_UNSET_RPC_TIMEOUT = constants.UNSET_RPC_TIMEOUT
+_is_tensorpipe_available = True  # farprop's backend, under that name
 
-_init_lock = threading.Lock()
-_init_count = 0
+_init_counter_lock = threading.Lock()
+_init_counter = 0
 
 
 def is_available() -> bool:
@@ -119,14 +141,14 @@ def init_rpc(
     if world_size and rank != -1 and not 0 <= rank < world_size:
         raise ValueError(f"rank must be from 0 to world_size - 1 = {world_size - 1}, but it is {rank}.")
     check_settings(Settings.from_env())
-    global _init_count
-    with _init_lock:
+    global _init_counter
+    with _init_counter_lock:
         timeout = meeting_seconds(chosen.rpc_timeout)
         store, rank, world_size = meeting.open_store(chosen.init_method, rank, world_size, chosen, timeout)
-        store = dist.PrefixStore(f"rpc_prefix_{_init_count}", store)
+        store = dist.PrefixStore(f"rpc_prefix_{_init_counter}", store)
         _init_rpc_backend(backend, store, name, rank, world_size, chosen)
         # Counted only when it worked: a worker that tries again meets those that still wait.
-        _init_count += 1
+        _init_counter += 1
 
 
 def _backend_and_options(backend: Any, given: RpcBackendOptions | None) -> tuple[Any, Any]:
@@ -151,7 +173,7 @@ def _backend_and_options(backend: Any, given: RpcBackendOptions | None) -> tuple
 
 
 def _init_rpc_backend(
-    backend: Any = None,
+    backend: Any = BackendType["TENSORPIPE"],
     store: Any = None,
     name: str | None = None,
     rank: int = -1,
@@ -159,16 +181,7 @@ def _init_rpc_backend(
     rpc_backend_options: Any = None,
 ) -> None:
     """Start a backend on a store that the caller has opened."""
-    for argument, value, kind in (
-        ("backend", backend, backend_registry.BackendType),
-        ("store", store, dist.Store),
-        ("name", name, str),
-        ("rank", rank, numbers.Integral),
-        ("world_size", world_size, (numbers.Integral, type(None))),
-        ("rpc_backend_options", rpc_backend_options, RpcBackendOptions),
-    ):
-        if not isinstance(value, kind):
-            raise RuntimeError(f"Argument {argument} must be of type {kind} but got {value!r}")
+    _validate_rpc_args(backend, store, name, rank, world_size, rpc_backend_options)
     if _is_current_rpc_agent_set():
         raise UsageError("RPC is already initialized. Call farprop.rpc.shutdown before init_rpc.")
     api._forget_gatherings()
@@ -181,3 +194,19 @@ def _init_rpc_backend(
         rpc_backend_options=rpc_backend_options,
     )
     api._init_rpc_states(agent)
+
+
+def _validate_rpc_args(
+    backend: Any, store: Any, name: Any, rank: Any, world_size: Any, rpc_backend_options: Any
+) -> None:
+    """Raises if one of them is of another type than ``_init_rpc_backend`` takes."""
+    for argument, value, kind in (
+        ("backend", backend, backend_registry.BackendType),
+        ("store", store, dist.Store),
+        ("name", name, str),
+        ("rank", rank, numbers.Integral),
+        ("world_size", world_size, (numbers.Integral, type(None))),
+        ("rpc_backend_options", rpc_backend_options, RpcBackendOptions),
+    ):
+        if not isinstance(value, kind):
+            raise RuntimeError(f"Argument {argument} must be of type {kind} but got {value!r}")

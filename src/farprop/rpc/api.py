@@ -8,7 +8,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from datetime import timedelta
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -16,13 +17,21 @@ from farprop._torch import ScriptFunction, find_builtin, profiler_enabled, quali
 from farprop.errors import FarpropError, UsageError
 from farprop.ids import WorkerInfo
 from farprop.protocol.quiescence import Quiescence, Report
-from farprop.protocol.references.records import UserReference
 from farprop.rpc import internal, saved
+from farprop.rpc._utils import _group_membership_management as _group_membership_management
+from farprop.rpc._utils import _update_group_membership as _update_group_membership
 from farprop.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from farprop.rpc.inspection import LiveReference, live_references
 from farprop.rpc.internal import PythonUDF, RPCExecMode, _build_rpc_profiling_key, _internal_rpc_pickler
+from farprop.rpc.invocations import _invoke_remote_builtin as _invoke_remote_builtin
+from farprop.rpc.invocations import _invoke_remote_python_udf as _invoke_remote_python_udf
+from farprop.rpc.invocations import _invoke_remote_torchscript as _invoke_remote_torchscript
+from farprop.rpc.invocations import _invoke_rpc_builtin as _invoke_rpc_builtin
+from farprop.rpc.invocations import _invoke_rpc_python_udf as _invoke_rpc_python_udf
+from farprop.rpc.invocations import _invoke_rpc_torchscript as _invoke_rpc_torchscript
+from farprop.rpc.invocations import create
 from farprop.rpc.options import checked_timeout
-from farprop.rpc.rref import RRef, call_site
+from farprop.rpc.rref import RRef, T
 from farprop.runtime import current, profiling
 from farprop.runtime.agent import Agent
 from farprop.runtime.current import current_agent
@@ -32,27 +41,41 @@ from farprop.runtime.profiling import Session
 from farprop.runtime.uncompiled import uncompiled
 from farprop.wire.frames import SYSTEM
 
-__all__ = ["AllGatherStates", "get_worker_info", "remote", "rpc_async", "rpc_sync", "shutdown"]
+__all__ = [
+    "AllGatherStates",
+    "RRef",
+    "get_worker_info",
+    "method_factory",
+    "new_method",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_log = logging.getLogger("farprop.rpc")
+logger = logging.getLogger("farprop.rpc")
 
 _default_pickler: Any = _internal_rpc_pickler
 _thread_local_var = threading.local()
 _gatherings = Gatherings()
+_ALL_WORKER_NAMES: set[str] = set()  # as they were when this worker joined
 _ignore_rref_leak = True  # a program may set it to False: then leaks are an error at shutdown
+
+PyRRef = RRef
+GenericWithOneTypeVar: Any = Generic[T]  # type: ignore[index]
 
 _get_current_rpc_agent = current_agent
 _is_current_rpc_agent_set = current.is_agent_set
 
 
-def _require_initialized(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    @functools.wraps(function)
+def _require_initialized(func: Callable[_P, _R]) -> Callable[_P, _R]:
+    @functools.wraps(func)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         current_agent()
-        return function(*args, **kwargs)
+        return func(*args, **kwargs)
 
     return wrapper
 
@@ -84,6 +107,8 @@ def _wait_all() -> Iterator[None]:
 
 
 def _init_rpc_states(agent: Any) -> None:
+    global _ALL_WORKER_NAMES
+    _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)
 
@@ -167,22 +192,34 @@ def rpc_async(
     Arguments are as for :func:`rpc_sync`. Don't change the tensors in ``args`` before the future is done: large ones
     may still be on their way.
     """
+    future = _invoke_rpc(to, func, RPCExecMode.ASYNC, args, kwargs, timeout)
+    if hasattr(_thread_local_var, "future_list"):
+        _thread_local_var.future_list.append(future)
+    return future
+
+
+def _invoke_rpc(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    rpc_type: RPCExecMode,
+    args: tuple[Any, ...] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    rpc_timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future:
+    """A call whose future ``_wait_all`` does not wait for. ``rpc_type`` is what profiles call it."""
     agent = current_agent()
     if type(to) is not str:
         to = _to_worker_info(to)
     if not callable(func):
         raise TypeError("function should be callable.")
-    if timeout != UNSET_RPC_TIMEOUT:
-        timeout = checked_timeout(timeout)
+    if rpc_timeout != UNSET_RPC_TIMEOUT:
+        rpc_timeout = checked_timeout(rpc_timeout)
     if profiler_enabled() and (session := profiling.session()) is not None:
-        future = _call_profiled(agent, session, RPCExecMode.ASYNC, to, func, args, kwargs, timeout)
-    else:
-        if _default_pickler is not _internal_rpc_pickler:
-            func, args, kwargs = _pickled(func, args, kwargs)
-        future = Future()
-        agent.call_async(to, func, tuple(args) if args else (), kwargs or {}, timeout, future)
-    if hasattr(_thread_local_var, "future_list"):
-        _thread_local_var.future_list.append(future)
+        return _call_profiled(agent, session, rpc_type, to, func, args, kwargs, rpc_timeout)
+    if _default_pickler is not _internal_rpc_pickler:
+        func, args, kwargs = _pickled(func, args, kwargs)
+    future = Future()
+    agent.call_async(to, func, tuple(args) if args else (), kwargs or {}, rpc_timeout, future)
     return future
 
 
@@ -253,17 +290,48 @@ def _remote(
     agent = current_agent()
     if type(to) is not str:
         to = _to_worker_info(to).name
-    if timeout != UNSET_RPC_TIMEOUT:
-        timeout = checked_timeout(timeout)
     profile = None
     if profiler_enabled() and (session := profiling.session()) is not None:
         profile = session, _profiling_key(agent, RPCExecMode.REMOTE, to, func)
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = _pickled(func, args, kwargs)
-    call = agent.create(to, func, args, kwargs, timeout, call_site(), profile, keep)
-    subject = call.subject
-    item = agent.references.hold(subject) if isinstance(subject, UserReference) else subject
-    return RRef._of(item, agent.references, to, call)
+    return create(to, func, args, kwargs, timeout, profile, keep)
+
+
+def _rref_typeof_on_owner(rref: RRef[Any], blocking: bool = True) -> Any:
+    """On the owner: the type of a reference's value; with ``blocking=False`` a future that has it."""
+    kind = type(rref.local_value())
+    if blocking:
+        return kind
+    future = Future()
+    future.set_result(kind)
+    return future
+
+
+def _rref_typeof_on_user(rref: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
+    """Elsewhere: the type of a reference's value, or a future of it."""
+    return rref._get_type(timeout, blocking)
+
+
+# Torch makes the methods of its RRef by this, out of those of a C++ class, and leaves the last one behind.
+
+
+def method_factory(method_name: str, docstring: str) -> Callable[..., Any]:
+    """A function that calls the RRef's method of this name."""
+
+    def method(self: RRef[Any], *args: Any, **kwargs: Any) -> Any:
+        return getattr(RRef, method_name)(self, *args, **kwargs)
+
+    method.__doc__ = docstring
+    return method
+
+
+new_method = method_factory("to_here", RRef.to_here.__doc__ or "")
+
+
+def _get_should_profile() -> bool:
+    """Whether this thread is under a profile that calls take part in."""
+    return profiling.is_legacy_profile()
 
 
 def get_rpc_timeout() -> float:
@@ -308,7 +376,7 @@ def _barrier(worker_names: Iterable[str]) -> None:
     try:
         _all_gather(None, set(worker_names))
     except RuntimeError:
-        _log.exception("Failed to complete barrier")
+        logger.exception("Failed to complete barrier")
 
 
 @_require_initialized
@@ -317,16 +385,33 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     try:
         _all_gather(None, timeout=timeout)
     except RuntimeError:
-        _log.error("not all workers came to the shutdown")
+        logger.error("not all workers came to the shutdown")
         raise
 
 
 # Ending
 
 
-def _delete_all_user_and_unforked_owner_rrefs() -> None:
-    """Every reference that this worker has to a value of another one is dropped. Using it raises from now on."""
+def _delete_all_user_and_unforked_owner_rrefs(timeout: timedelta = timedelta(seconds=100)) -> None:
+    """Every reference that this worker has to a value of another one is dropped. Using it raises from now on.
+
+    Args:
+        timeout: how long torch's waits for those that are not confirmed. Here nothing has to be waited for.
+    """
     current_agent().references.drop_all()
+
+
+def _destroy_rref_context(ignore_rref_leak: bool) -> None:
+    """Drop this worker's references, and say which values of its own others still refer to: raise, or warn."""
+    agent = current_agent()
+    leaks: list[LiveReference] = []
+    _note_owned(leaks)
+    _delete_all_user_and_unforked_owner_rrefs()
+    _report_leaks(agent, leaks, ignore_rref_leak)
+
+
+def _cleanup_python_rpc_handler() -> None:
+    """Does nothing: torch lets go here of Python objects that its C++ code holds."""
 
 
 @_require_initialized
@@ -349,7 +434,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
                 leaks: list[LiveReference] = []
                 # After the last round the others leave, and what they held counts no more.
                 _wait_for_all_work(agent, timeout, lambda: _note_owned(leaks))
-                _report_leaks(agent, leaks)
+                _report_leaks(agent, leaks, _ignore_rref_leak)
             else:
                 _wait_for_own_work(agent, timeout)
                 agent.leave()
@@ -362,14 +447,14 @@ def _note_owned(found: list[LiveReference]) -> None:
     found[:] = [reference for reference in live_references() if reference.role == "owner"]
 
 
-def _report_leaks(agent: Agent, leaks: list[LiveReference]) -> None:
+def _report_leaks(agent: Agent, leaks: list[LiveReference], ignore: bool) -> None:
     """Nobody should refer to values here any more. If somebody does, say which, and whose."""
     if not leaks:
         return
     lines = "\n".join(f"  {leak}" for leak in leaks)
     report = f"Leaking RRefs: other workers still refer to values of {agent.get_worker_info().name}.\n{lines}"
-    if _ignore_rref_leak:
-        _log.warning(report)
+    if ignore:
+        logger.warning(report)
         return
     raise UsageError(report.replace("Leaking RRefs:", "Leaking RRef:", 1))
 
@@ -400,7 +485,7 @@ def _let_work_end(agent: Agent, timeout: float) -> None:
     try:
         _wait_for_all_work(agent, timeout)
     except FarpropError as error:
-        _log.warning("not all work of the job has ended at shutdown: %s", error)
+        logger.warning("not all work of the job has ended at shutdown: %s", error)
 
 
 def _wait_for_own_work(agent: Agent, timeout: float) -> None:
@@ -419,8 +504,8 @@ def _pause_until(ready: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def _get_debug_info() -> dict[str, str]:
-    """What this worker is doing, as text by key."""
+def _get_debug_info() -> dict[str, Any]:
+    """What this worker is doing: text by key, but for the numbers of passes and contexts."""
     agent = current_agent()
     return {**_rref_context_get_debug_info(), **agent.get_debug_info(), **agent.gradients.debug_info()}
 
@@ -431,6 +516,11 @@ def _rref_context_get_debug_info() -> dict[str, str]:
     return {
         key: str(counts[key]) for key in ("num_owner_rrefs", "num_forks", "num_pending_users", "num_pending_futures")
     }
+
+
+def _set_profiler_node_id(node_id: int) -> None:
+    """The number under which profiles show what ran on this worker. ``init_rpc`` sets it to the worker's rank."""
+    profiling.own_node_id = node_id
 
 
 def enable_gil_profiling(flag: bool) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import enum
-import os
-from collections.abc import Callable
-from typing import Any, NamedTuple
-from urllib.parse import urlparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import torch
 import torch.distributed as dist
 
-from farprop.rpc import constants
+from farprop.protocol.device_maps import judge_device_maps
+from farprop.protocol.roster import Entry
+from farprop.rpc import api as api
+from farprop.rpc import constants as rpc_constants
+from farprop.rpc._utils import _group_membership_management as _group_membership_management
+from farprop.rpc._utils import _update_group_membership as _update_group_membership
+from farprop.rpc.agent import TensorPipeAgent
 from farprop.rpc.options import TensorPipeRpcBackendOptions
-from farprop.runtime.agent import Agent, AgentOptions
-from farprop.runtime.current import reset_agent, set_agent
+from farprop.runtime.current import current_agent, reset_agent, set_agent
 from farprop.runtime.devices import portable
-from farprop.transport.faulty import Judge
 
 __all__ = [
     "BackendType",
@@ -27,6 +30,10 @@ __all__ = [
 ]
 
 
+_A = TypeVar("_A", bound=TensorPipeAgent)
+_Maps: TypeAlias = Mapping[str, Mapping[torch.device, torch.device]]
+
+
 class BackendValue(NamedTuple):
     """What a backend brings: how to make its options, and how to make its agent."""
 
@@ -34,14 +41,17 @@ class BackendValue(NamedTuple):
     init_backend_handler: Callable[..., Any]
 
 
-def _show(member: Any) -> str:
-    return f"BackendType.{member.name}"
+_backend_type_doc = "The registered backends. ``register_backend`` adds one."
+
+
+def _backend_type_repr(self: Any) -> str:
+    return f"BackendType.{self.name}"
 
 
 def _make_enum(members: dict[str, BackendValue]) -> Any:
     backend_type = enum.Enum("BackendType", members)  # type: ignore[misc]
-    backend_type.__repr__ = _show  # type: ignore[method-assign]
-    backend_type.__doc__ = "The registered backends. ``register_backend`` adds one."
+    backend_type.__repr__ = _backend_type_repr  # type: ignore[method-assign]
+    backend_type.__doc__ = _backend_type_doc
     return backend_type
 
 
@@ -70,8 +80,8 @@ def register_backend(
 
 def construct_rpc_backend_options(
     backend: Any,
-    rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
-    init_method: Any = constants.DEFAULT_INIT_METHOD,
+    rpc_timeout: float = rpc_constants.DEFAULT_RPC_TIMEOUT_SEC,
+    init_method: Any = rpc_constants.DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> Any:
     """The options object of a backend."""
@@ -85,35 +95,45 @@ def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
     return backend.value.init_backend_handler(*args, **kwargs)
 
 
-def _init_own_backend(
-    store: dist.Store,
-    name: str,
-    rank: int,
-    world_size: int | None,
-    rpc_backend_options: Any,
-    judge: Judge | None = None,
-) -> Agent:
+# Farprop's own
+
+
+def _tensorpipe_construct_rpc_backend_options_handler(
+    rpc_timeout: float,
+    init_method: Any,
+    num_worker_threads: int = rpc_constants.DEFAULT_NUM_WORKER_THREADS,
+    _transports: list[str] | None = None,
+    _channels: list[str] | None = None,
+    **kwargs: Any,
+) -> TensorPipeRpcBackendOptions:
+    return TensorPipeRpcBackendOptions(
+        rpc_timeout=rpc_timeout,
+        init_method=init_method,
+        num_worker_threads=num_worker_threads,
+        _transports=_transports,
+        _channels=_channels,
+        # What else is given may be meant for another backend, and is left alone as torch leaves it.
+        device_maps=kwargs.get("device_maps"),
+        devices=kwargs.get("devices"),
+    )
+
+
+def _tensorpipe_init_backend_handler(
+    store: dist.Store, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
+) -> TensorPipeAgent:
+    _check_kinds(store, rpc_backend_options, TensorPipeRpcBackendOptions)
+    return _start(TensorPipeAgent(store, name, rank, world_size, rpc_backend_options, {}, []))
+
+
+def _check_kinds(store: Any, rpc_backend_options: Any, kind: type) -> None:
     if not isinstance(store, dist.Store):
         raise TypeError(f"`store` must be a c10d::Store. {store}")
-    if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
-        raise TypeError(
-            f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, not {type(rpc_backend_options).__name__}."
-        )
-    agent = Agent(
-        store,
-        name,
-        rank,
-        world_size,
-        AgentOptions(
-            num_worker_threads=rpc_backend_options.num_worker_threads,
-            rpc_timeout=rpc_backend_options.rpc_timeout,
-            master_host=_master_host(rpc_backend_options.init_method),
-            device_maps=portable(rpc_backend_options.device_maps),
-            devices=[str(device) for device in rpc_backend_options.devices],
-        ),
-    )
-    if judge is not None:
-        agent.set_judge(judge)
+    if not isinstance(rpc_backend_options, kind):
+        raise TypeError(f"`rpc_backend_options` must be a `{kind.__name__}`, not {type(rpc_backend_options).__name__}.")
+
+
+def _start(agent: _A) -> _A:
+    """Meet the other workers."""
     # Before the others can call us: what they call may use farprop.rpc.
     set_agent(agent)
     try:
@@ -125,11 +145,71 @@ def _init_own_backend(
     return agent
 
 
-def _master_host(init_method: Any) -> str:
-    """Where the job's other hosts are: which of our interfaces to listen on follows from it."""
-    if not isinstance(init_method, str) or init_method.startswith("file:"):
-        return "127.0.0.1"
-    return urlparse(init_method).hostname or os.environ.get("MASTER_ADDR", "127.0.0.1")
+# Device maps
 
 
-register_backend("TENSORPIPE", TensorPipeRpcBackendOptions, _init_own_backend)
+def _get_device_infos() -> tuple[int, _Maps, list[torch.device]]:
+    """This worker's number of CUDA devices, its device maps, and its devices."""
+    agent = current_agent()
+    assert isinstance(agent, TensorPipeAgent)
+    options = agent._get_backend_options()
+    return torch.cuda.device_count(), options.device_maps, options.devices
+
+
+def _tensorpipe_validate_devices(devices: Iterable[torch.device], device_count: int) -> bool:
+    """Whether a worker with so many CUDA devices has all of these."""
+    return all(
+        device.type == "cpu" or (device.type == "cuda" and 0 <= device.index < device_count) for device in devices
+    )
+
+
+def _validate_device_maps(
+    all_names: Sequence[str],
+    all_device_counts: Mapping[str, int],
+    all_device_maps: Mapping[str, _Maps],
+    all_devices: Mapping[str, Sequence[torch.device]],
+    is_static_group: bool = True,
+) -> None:
+    """Raises ``ValueError`` if the device maps of these workers can't be used together."""
+    entries = [
+        Entry(
+            name=name,
+            rank=rank,
+            world_size=len(all_names),
+            instance="",
+            tcp=("", 0),
+            unix="",
+            net="",
+            host="",
+            pid=0,
+            fingerprint="",
+            own_secret=False,
+            device_maps=portable(all_device_maps[name]),
+            devices=[str(device) for device in all_devices[name]],
+            cuda_devices=all_device_counts[name],
+        )
+        for rank, name in enumerate(all_names)
+    ]
+    problem = judge_device_maps(entries, is_static_group)
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def _create_reverse_mapping(
+    my_name: str, all_names: Iterable[str], all_device_maps: Mapping[str, _Maps]
+) -> dict[str, dict[torch.device, torch.device]]:
+    """For each worker that has a map for this one, the inverse of it."""
+    towards = {name: all_device_maps[name][my_name] for name in all_names if my_name in all_device_maps[name]}
+    return {name: {target: source for source, target in one.items()} for name, one in towards.items()}
+
+
+def _create_device_list(
+    my_devices: Sequence[torch.device], my_device_maps: _Maps, reverse_device_maps: _Maps
+) -> list[torch.device]:
+    """The devices that calls of this worker use; if none are given, all that the maps name."""
+    named = {device for one in (*my_device_maps.values(), *reverse_device_maps.values()) for device in one}
+    used = my_devices or named - {torch.device("cpu")}
+    return sorted(used, key=lambda device: device.index)
+
+
+register_backend("TENSORPIPE", _tensorpipe_construct_rpc_backend_options_handler, _tensorpipe_init_backend_handler)

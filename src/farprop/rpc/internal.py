@@ -1,4 +1,4 @@
-"""Names of torch's ``rpc.internal`` that programs use: its pickler, what a failed call becomes, and the profiler's keys.
+"""Names of torch's ``rpc.internal`` that programs use: its pickler, what a failed call becomes, keys in profiles.
 
 Calls and results go through ``farprop.wire``, not through the pickler here. It is for programs that derive one of their
 own from it (``_use_rpc_pickler``), which then encodes the calls of Python functions, and for those that register how a

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -9,11 +11,14 @@ import torch
 from farprop.rpc import constants
 from farprop.wire.frames import MAX_SECONDS
 
-Device: TypeAlias = int | str | torch.device
+DeviceType: TypeAlias = int | str | torch.device
 
 
 class RpcBackendOptions:
     """What every backend takes: the default timeout of calls in seconds (0: none), and where workers meet."""
+
+    rpc_timeout: float
+    init_method: Any
 
     def __init__(
         self,
@@ -30,7 +35,38 @@ class RpcBackendOptions:
         self.init_method = init_method
 
 
-class TensorPipeRpcBackendOptions(RpcBackendOptions):
+class _TensorPipeRpcBackendOptionsBase(RpcBackendOptions):
+    """What the agent needs of the options below: device maps and devices are those of torch already."""
+
+    num_worker_threads: int
+    device_maps: dict[str, dict[torch.device, torch.device]]
+    devices: list[torch.device]
+
+    def __init__(
+        self,
+        num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
+        _transports: Sequence[str] | None = None,
+        _channels: Sequence[str] | None = None,
+        rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: Any = constants.DEFAULT_INIT_METHOD,
+        device_maps: Mapping[str, Mapping[torch.device, torch.device]] = MappingProxyType({}),
+        devices: Sequence[torch.device] = (),
+    ) -> None:
+        # _transports and _channels name parts of TensorPipe; they are taken so that torch's code runs, and mean
+        # nothing here.
+        super().__init__(rpc_timeout, init_method)
+        if not isinstance(num_worker_threads, int) or num_worker_threads < 1:
+            raise ValueError(f"num_worker_threads must be 1 or more, not {num_worker_threads!r}.")
+        self.num_worker_threads = num_worker_threads
+        self.device_maps = {to: dict(device_map) for to, device_map in device_maps.items()}
+        self.devices = list(devices)
+
+    def _set_device_map(self, to: str, device_map: Mapping[torch.device, torch.device]) -> None:
+        """Add to the device map for the callee ``to``."""
+        self.device_maps.setdefault(to, {}).update(device_map)
+
+
+class TensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
     """Options of farprop's backend, under the name that torch gives its own.
 
     Args:
@@ -50,35 +86,45 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
         rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
         init_method: Any = constants.DEFAULT_INIT_METHOD,
-        device_maps: dict[str, dict[Device, Device]] | None = None,
-        devices: list[Device] | None = None,
+        device_maps: dict[str, dict[DeviceType, DeviceType]] | None = None,
+        devices: list[DeviceType] | None = None,
         _transports: list[str] | None = None,
         _channels: list[str] | None = None,
     ) -> None:
-        # _transports and _channels name parts of TensorPipe; they are taken so that torch's code runs, and mean
-        # nothing here.
-        super().__init__(rpc_timeout, init_method)
-        if not isinstance(num_worker_threads, int) or num_worker_threads < 1:
-            raise ValueError(f"num_worker_threads must be 1 or more, not {num_worker_threads!r}.")
-        self.num_worker_threads = num_worker_threads
-        self.device_maps = {to: _to_device_map(device_map) for to, device_map in (device_maps or {}).items()}
-        self.devices = [torch.device(device) for device in devices or []]
+        super().__init__(
+            num_worker_threads,
+            _transports,
+            _channels,
+            rpc_timeout,
+            init_method,
+            {to: _to_device_map(device_map) for to, device_map in (device_maps or {}).items()},
+            _to_device_list(devices or []),
+        )
 
-    def set_device_map(self, to: str, device_map: dict[Device, Device]) -> None:
+    def set_device_map(self, to: str, device_map: dict[DeviceType, DeviceType]) -> None:
         """Add to the device map for the callee ``to``. A map must be one to one: answers go by its inverse."""
-        merged = dict(self.device_maps.get(to, {}))
-        for source, target in _to_device_map(device_map).items():
-            if merged.get(source, target) != target:
+        added, before = _to_device_map(device_map), self.device_maps.get(to, {})
+        for source, target in added.items():
+            if before.get(source, target) != target:
                 raise ValueError(
                     f"`set_device_map` only supports 1-to-1 mapping, trying to map {source} to {target} "
-                    f"and {merged[source]}"
+                    f"and {before[source]}"
                 )
-            merged[source] = target
-        self.device_maps[to] = _to_device_map(merged)
+        _to_device_map({**before, **added})  # refuses one that is not one to one
+        self._set_device_map(to, added)
 
-    def set_devices(self, devices: list[Device]) -> None:
+    def set_devices(self, devices: list[DeviceType]) -> None:
         """Set the local devices used by calls."""
-        self.devices = [torch.device(device) for device in devices]
+        self.devices = _to_device_list(devices)
+
+
+def _to_device(device: DeviceType) -> torch.device:
+    # Torch takes CUDA devices only. Here calls know any kind.
+    return torch.device(device)
+
+
+def _to_device_list(devices: Sequence[DeviceType]) -> list[torch.device]:
+    return [_to_device(device) for device in devices]
 
 
 def _to_device_map(device_map: Any) -> dict[torch.device, torch.device]:

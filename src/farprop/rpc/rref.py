@@ -179,15 +179,21 @@ class RRef(Generic[T]):
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy:
         """``rref.rpc_sync().method(...)`` calls a method of the value on its owner, and returns its result."""
-        return RRefProxy(self, "sync", timeout)
+        from farprop.rpc import api
+
+        return RRefProxy(self, api.rpc_sync, timeout)
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy:
         """``rref.rpc_async().method(...)`` calls a method of the value on its owner, and returns a future."""
-        return RRefProxy(self, "async", timeout)
+        from farprop.rpc import api
+
+        return RRefProxy(self, api.rpc_async, timeout)
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy:
         """``rref.remote().method(...)`` calls a method of the value on its owner, and returns an RRef to its result."""
-        return RRefProxy(self, "remote", timeout)
+        from farprop.rpc import api
+
+        return RRefProxy(self, api.remote, timeout)
 
     @uncompiled
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
@@ -278,7 +284,7 @@ class RRef(Generic[T]):
     def _deserialize(data: tuple[str, int]) -> RRef[Any]:
         """While a call is unpickled: the reference that ``_serialize`` returned this for."""
         where, place = data
-        return _arrived(place) if where == "call" else internal._InternalRPCPickler._tensor_receiver(place)  # type: ignore[no-any-return]
+        return _arrived(place) if where == "call" else internal._InternalRPCPickler._tensor_receiver(place)
 
     def __str__(self) -> str:
         return f"OwnerRRef({self._own.rref})" if self._own is not None else describe(self._record)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farprop.errors import ConnectionLostError, ReferenceLostError
+from farprop.rpc.constants import UNSET_RPC_TIMEOUT
+from farprop.rpc.functions import async_execution
 from farprop.runtime import owner_calls
 from farprop.runtime.cells import Later
 from farprop.runtime.uncompiled import uncompiled
@@ -19,23 +21,32 @@ if TYPE_CHECKING:
 
 
 class RRefProxy:
-    """Every attribute is a function that calls the method of that name."""
+    """Every attribute is a function that calls the method of that name.
 
-    __slots__ = ("_how", "_rref", "_timeout")
+    Args:
+        rref: the reference to the value.
+        rpc_api: how to call it: ``rpc.rpc_sync``, ``rpc.rpc_async`` or ``rpc.remote``.
+        timeout: seconds for each call; unset, the process's default holds.
+    """
 
-    def __init__(self, rref: RRef[Any], how: str, timeout: float) -> None:
-        self._rref = rref
-        self._how = how
-        self._timeout = timeout
+    __slots__ = ("rpc_api", "rpc_timeout", "rref")
 
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        return partial(_HOW[self._how], self._rref, self._timeout, method)
+    def __init__(self, rref: RRef[Any], rpc_api: Callable[..., Any], timeout: float = UNSET_RPC_TIMEOUT) -> None:
+        self.rref = rref
+        self.rpc_api = rpc_api
+        self.rpc_timeout = timeout
+
+    def __getattr__(self, func_name: str) -> Callable[..., Any]:
+        return partial(_invoke_rpc, self.rref, self.rpc_api, func_name, self.rpc_timeout)
 
     # Python looks these up on the class.
 
     def __enter__(self) -> Any:
-        if self._how != "sync":
-            raise TypeError(f"`with` needs to know what __exit__ said, so use rref.rpc_sync(), not {self._how}.")
+        from farprop.rpc import api
+
+        if self.rpc_api in (api.rpc_async, api.remote):
+            how = self.rpc_api.__name__
+            raise TypeError(f"`with` needs to know what __exit__ said, so use rref.rpc_sync(), not {how}.")
         return self.__getattr__("__enter__")()
 
     def __exit__(self, kind: Any, error: Any, _: Any) -> Any:
@@ -43,6 +54,32 @@ class RRefProxy:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__getattr__("__call__")(*args, **kwargs)
+
+
+def _invoke_rpc(
+    rref: RRef[Any], rpc_api: Callable[..., Any], func_name: str, timeout: float, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a method of the value, on its owner."""
+    from farprop.rpc import api
+
+    if rpc_api is api.rpc_async:
+        return _async(rref, timeout, func_name, args, kwargs)
+    if rpc_api is api.remote:
+        return _remote(rref, timeout, func_name, args, kwargs)
+    return _sync(rref, rpc_api, timeout, func_name, args, kwargs)
+
+
+def _local_invoke(rref: RRef[Any], func_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """On the owner: call a method of the value."""
+    return getattr(rref.local_value(), func_name)(*args, **kwargs)
+
+
+@async_execution
+def _local_invoke_async_execution(
+    rref: RRef[Any], func_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The same for a method that is decorated with ``async_execution``."""
+    return _local_invoke(rref, func_name, args, kwargs)
 
 
 def _call(rref: RRef[Any], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
@@ -63,13 +100,18 @@ def invoke_here(rref: RRef[Any], method: str, args: tuple[Any, ...], kwargs: dic
 
 
 @uncompiled
-def _sync(rref: RRef[Any], timeout: float, method: str, *args: Any, **kwargs: Any) -> Any:
-    from farprop.rpc import api
-
+def _sync(
+    rref: RRef[Any],
+    rpc_sync: Callable[..., Any],
+    timeout: float,
+    method: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     function, all_args = _call(rref, method, args, kwargs)
     began = time.monotonic()
     try:
-        return api.rpc_sync(rref.owner_name(), function, all_args, timeout=timeout)
+        return rpc_sync(rref.owner_name(), function, all_args, timeout=timeout)
     except ReferenceLostError:
         raise
     except ConnectionLostError:
@@ -79,7 +121,9 @@ def _sync(rref: RRef[Any], timeout: float, method: str, *args: Any, **kwargs: An
 
 
 @uncompiled
-def _async(rref: RRef[Any], timeout: float, method: str, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
+def _async(
+    rref: RRef[Any], timeout: float, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.futures.Future[Any]:
     from farprop.rpc import api
 
     function, all_args = _call(rref, method, args, kwargs)
@@ -93,14 +137,11 @@ def let_go(_rref: RRef[Any], _future: torch.futures.Future[Any]) -> None:
 
 
 @uncompiled
-def _remote(rref: RRef[Any], timeout: float, method: str, *args: Any, **kwargs: Any) -> RRef[Any]:
+def _remote(rref: RRef[Any], timeout: float, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RRef[Any]:
     from farprop.rpc import api
 
     kind = rref._get_type(timeout)
-    if not hasattr(kind, method) and method not in _sync(rref, timeout, "__dir__"):
+    if not hasattr(kind, method) and method not in _sync(rref, api.rpc_sync, timeout, "__dir__", (), {}):
         raise AttributeError(f"{kind.__name__!r} object has no attribute {method!r}")
     function, all_args = _call(rref, method, args, kwargs)
     return api._remote(rref.owner_name(), function, all_args, {}, timeout, keep=rref)
-
-
-_HOW: dict[str, Callable[..., Any]] = {"sync": _sync, "async": _async, "remote": _remote}

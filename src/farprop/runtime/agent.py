@@ -197,10 +197,6 @@ class Agent:
     def get_worker_infos(self) -> list[WorkerInfo]:
         return self._group.infos()
 
-    def get_device_map(self, worker: str | int | WorkerInfo) -> dict[torch.device, torch.device]:
-        """Which devices of a worker take what is on devices here."""
-        return self._devices.map_for(self.get_worker_info(worker).name)
-
     def name_of_rank(self, rank: int) -> str:
         entry = self._group.find(rank)
         return f"worker {rank}" if entry is None else entry.name
@@ -623,6 +619,7 @@ class Agent:
             "agent.num_pending_requests": facts["queued"],
             "agent.client_active_calls": sum(link.open_calls for link in list(self._links.values())),
             "agent.server_active_calls": self._server.active,
+            "agent.server_active_async_calls": self._server.active_async,
             "agent.shm_free_bytes": self._pool.free_bytes,
         }
         waits = self._server.gil_waits

@@ -75,6 +75,7 @@ class Server:
         devices: DeviceMaps,
     ) -> None:
         self.active = 0  # requests that came and are not answered yet
+        self.active_async = 0  # those of them whose function has returned a future
         self._system_active = 0  # the same for farprop's own
         self._active_lock = threading.Lock()
         self._loop = loop
@@ -309,7 +310,12 @@ class Server:
             self._fail(reply, not_a_future(function, value))
             return
 
+        with self._active_lock:
+            self.active_async += 1
+
         def done(future: Any) -> None:
+            with self._active_lock:
+                self.active_async -= 1
             try:
                 result = future.wait()
             except BaseException as error:

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from farprop.rpc import backend_registry, constants
-from farprop.rpc.options import TensorPipeRpcBackendOptions
+import torch
+import torch.distributed as dist
+
+from farprop.rpc.agent import TensorPipeAgent
+from farprop.rpc.options import _TensorPipeRpcBackendOptionsBase
 from farprop.testing.faults import FaultPlan
 
 
-class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
+def is_available() -> bool:
+    """Torch's builds may lack its own; this one is always there."""
+    return True
+
+
+class FaultyTensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
     """Which types of messages fail (each message so many times) and which come late (by so many seconds)."""
+
+    messages_to_fail: list[str]
+    messages_to_delay: dict[str, float]
+    num_fail_sends: int
 
     def __init__(
         self,
         num_worker_threads: int,
         rpc_timeout: float,
         init_method: str,
-        messages_to_fail: list[str],
-        messages_to_delay: dict[str, float],
-        num_fail_sends: int = 0,
+        messages_to_fail: Sequence[str],
+        messages_to_delay: Mapping[str, float],
+        num_fail_sends: int,
     ) -> None:
         super().__init__(num_worker_threads=num_worker_threads, rpc_timeout=rpc_timeout, init_method=init_method)
         self.messages_to_fail = list(messages_to_fail)
@@ -35,28 +47,28 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
         return plan
 
 
-def _construct_options(
-    rpc_timeout: float,
-    init_method: str,
-    num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
-    messages_to_fail: list[str] | None = None,
-    messages_to_delay: dict[str, float] | None = None,
-    num_fail_sends: int = 0,
-    **_: Any,
-) -> FaultyTensorPipeRpcBackendOptions:
-    return FaultyTensorPipeRpcBackendOptions(
-        num_worker_threads, rpc_timeout, init_method, messages_to_fail or [], messages_to_delay or {}, num_fail_sends
-    )
+class FaultyTensorPipeAgent(TensorPipeAgent):
+    """An agent whose messages fail or come late, as its options say."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        name: str,
+        rank: int,
+        world_size: int | None,
+        opts: FaultyTensorPipeRpcBackendOptions,
+        reverse_device_maps: Mapping[str, Mapping[torch.device, torch.device]],
+        devices: Sequence[torch.device],
+    ) -> None:
+        super().__init__(store, name, rank, world_size, opts, reverse_device_maps, devices)
+        self.set_judge(opts.plan().judge)
 
 
-def _init_backend(
-    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: FaultyTensorPipeRpcBackendOptions
-) -> Any:
-    if not isinstance(rpc_backend_options, FaultyTensorPipeRpcBackendOptions):
-        raise TypeError("`rpc_backend_options` must be a `FaultyTensorPipeRpcBackendOptions`")
-    judge = rpc_backend_options.plan().judge
-    return backend_registry._init_own_backend(store, name, rank, world_size, rpc_backend_options, judge)
+from farprop.rpc._testing import faulty_agent_backend_registry  # noqa: E402, it needs the classes above
 
-
-if not backend_registry.backend_registered("FAULTY_TENSORPIPE"):
-    backend_registry.register_backend("FAULTY_TENSORPIPE", _construct_options, _init_backend)
+__all__ = [
+    "FaultyTensorPipeAgent",
+    "FaultyTensorPipeRpcBackendOptions",
+    "faulty_agent_backend_registry",
+    "is_available",
+]

@@ -223,12 +223,12 @@ class GradientSpace:
         """Whether the death of a worker would change anything here."""
         return any(rank in context.known or context.id >> COUNTER_BITS == rank for context in self.contexts.all())
 
-    def debug_info(self) -> dict[str, str]:
-        """Counts, as text, under torch's names."""
+    def debug_info(self) -> dict[str, int]:
+        """Counts, under torch's names."""
         passes = [local for context in self.contexts.all() for local in list(context.passes.values())]
         return {
-            "num_current_backward_passes": str(sum(local.machine.active for local in passes)),
-            "num_autograd_contexts": str(len(self.contexts)),
+            "num_current_backward_passes": sum(local.machine.active for local in passes),
+            "num_autograd_contexts": len(self.contexts),
         }
 
 

@@ -1,0 +1,134 @@
+"""Calls one level below ``rpc_async`` and ``remote``, under the names of torch's C++ functions.
+
+What is called goes by a name that every worker knows (an operator, a compiled function) or is a pickle already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from farprop.errors import UsageError
+from farprop.ids import WorkerInfo
+from farprop.protocol.references.records import UserReference
+from farprop.rpc.constants import UNSET_RPC_TIMEOUT
+from farprop.rpc.functions import async_execution
+from farprop.rpc.internal import run_pickled, run_pickled_async
+from farprop.rpc.options import checked_timeout
+from farprop.rpc.rref import RRef, call_site
+from farprop.runtime.current import current_agent
+from farprop.runtime.futures import Future
+
+
+def start(to: str, function: Any, args: tuple[Any, ...], timeout: float) -> Future:
+    """Call a function on a worker; a future of its result."""
+    future = Future()
+    seconds = timeout if timeout == UNSET_RPC_TIMEOUT else checked_timeout(timeout)
+    current_agent().call_async(to, function, args, {}, seconds, future)
+    return future
+
+
+def create(
+    to: str,
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    timeout: float,
+    profile: Any = None,
+    keep: Any = None,
+) -> RRef[Any]:
+    """Call a function on a worker, which keeps the result. ``keep`` lives until the worker has answered."""
+    agent = current_agent()
+    seconds = timeout if timeout == UNSET_RPC_TIMEOUT else checked_timeout(timeout)
+    call = agent.create(to, function, args, kwargs, seconds, call_site(), profile, keep)
+    subject = call.subject
+    item = agent.references.hold(subject) if isinstance(subject, UserReference) else subject
+    return RRef._of(item, agent.references, to, call)
+
+
+def _invoke_rpc_builtin(
+    dst: WorkerInfo, op_name: str, rpc_timeout: float, /, *args: Any, **kwargs: Any
+) -> torch.futures.Future[Any]:
+    """Call an operator, for example ``aten::add``."""
+    return start(dst.name, run_builtin, (op_name, args, kwargs), rpc_timeout)
+
+
+def _invoke_rpc_python_udf(
+    dst: WorkerInfo, pickled: bytes, tensors: Sequence[Any], rpc_timeout: float, is_async_execution: bool, /
+) -> torch.futures.Future[Any]:
+    """Call what ``internal.serialize`` made of a ``PythonUDF``."""
+    run = run_pickled_async if is_async_execution else run_pickled
+    return start(dst.name, run, (pickled, list(tensors)), rpc_timeout)
+
+
+def _invoke_rpc_torchscript(
+    dst_worker_name: str,
+    qualified_name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    rpc_timeout: float,
+    is_async_execution: bool,
+    /,
+) -> torch.futures.Future[Any]:
+    """Call the compiled function that the worker has under this name."""
+    run = run_script_async if is_async_execution else run_script
+    return start(dst_worker_name, run, (qualified_name, args, kwargs), rpc_timeout)
+
+
+def _invoke_remote_builtin(
+    dst: WorkerInfo, op_name: str, rpc_timeout: float, /, *args: Any, **kwargs: Any
+) -> RRef[Any]:
+    """As ``_invoke_rpc_builtin``, and the worker keeps the result."""
+    return create(dst.name, run_builtin, (op_name, args, kwargs), {}, rpc_timeout)
+
+
+def _invoke_remote_python_udf(
+    dst: WorkerInfo, pickled: bytes, tensors: Sequence[Any], rpc_timeout: float, is_async_execution: bool, /
+) -> RRef[Any]:
+    """As ``_invoke_rpc_python_udf``, and the worker keeps the result."""
+    run = run_pickled_async if is_async_execution else run_pickled
+    return create(dst.name, run, (pickled, list(tensors)), {}, rpc_timeout)
+
+
+def _invoke_remote_torchscript(
+    dst_worker_name: str,
+    qualified_name: str,
+    rpc_timeout: float,
+    is_async_execution: bool,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> RRef[Any]:
+    """As ``_invoke_rpc_torchscript``, and the worker keeps the result."""
+    run = run_script_async if is_async_execution else run_script
+    return create(dst_worker_name, run, (qualified_name, args, kwargs), {}, rpc_timeout)
+
+
+# What runs on the callee.
+
+
+def run_builtin(op_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the overload of an operator that these arguments fit."""
+    operator, _ = torch._C._jit_get_operation(op_name)
+    if operator is None:
+        raise UsageError(f"There is no operator {op_name!r}. Give its whole name, such as 'aten::add'.")
+    return operator(*args, **kwargs)
+
+
+def run_script(qualified_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a compiled function of this worker."""
+    function = torch.jit._state._python_cu.find_function(qualified_name)
+    if function is None:
+        raise UsageError(
+            f"attempted to get undefined function {qualified_name}: this worker has not compiled a function of that "
+            "name. Import the module that does."
+        )
+    return function(*args, **kwargs)
+
+
+@async_execution
+def run_script_async(qualified_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same for a function that returns a future."""
+    return run_script(qualified_name, args, kwargs)
