@@ -229,6 +229,61 @@ def test_children_of_a_script_that_calls_install_run_on_farprop(tmp_path: Path) 
     assert sorted((tmp_path / "out.txt").read_text().splitlines()) == expected
 
 
+# A callee writes into the memory of its caller, because a pickler of the program's passes tensors as what they are.
+SHARING = """
+import copyreg, os, sys
+import torch
+import torch.distributed.rpc as rpc
+from torch import multiprocessing
+from torch.distributed.rpc.api import _use_rpc_pickler
+from torch.distributed.rpc.internal import _InternalRPCPickler
+from torch.multiprocessing import reductions
+
+class Sharing(_InternalRPCPickler):
+    def __init__(self):
+        super().__init__()
+        own = copyreg.dispatch_table.copy()
+        own.update(dict.fromkeys(torch._storage_classes, reductions.reduce_storage))
+        own.update(dict.fromkeys((torch.Tensor, torch.nn.Parameter), reductions.reduce_tensor))
+        self._dispatch_table = own
+
+def start(rank):
+    how = rpc.TensorPipeRpcBackendOptions(init_method="file://" + os.path.abspath("meeting"))
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=how)
+
+def other(_):
+    start(1)
+    rpc.shutdown()
+
+def add(tensors):
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.add_(1)
+
+def add_to_all(module):
+    add(module.parameters())
+
+if __name__ == "__main__":
+    multiprocessing.set_sharing_strategy("file_system")
+    spawned = multiprocessing.spawn(other, join=False)
+    with _use_rpc_pickler(Sharing()):
+        start(0)
+        module, tensor = torch.nn.Linear(1, 2).share_memory(), torch.zeros(2).share_memory_()
+        bias = module.bias.detach().clone()
+        rpc.rpc_sync("worker1", add, args=([tensor],))
+        rpc.rpc_async("worker1", add, args=([tensor],)).wait()
+        rpc.remote("worker1", add_to_all, args=(module,)).to_here()
+        print(rpc.__name__, tensor.tolist(), (module.bias.detach() - bias).round().tolist())
+        rpc.shutdown()
+    spawned.join()
+"""
+
+
+def test_a_callee_can_write_into_the_callers_memory(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(SHARING)
+    assert run("-m", "farprop.compat", "program.py", cwd=tmp_path) == "farprop.rpc [2.0, 2.0] [1.0, 1.0]\n"
+
+
 def test_exit_codes_and_relative_imports_are_the_programs_own(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()

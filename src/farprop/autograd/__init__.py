@@ -34,6 +34,7 @@ __all__ = [
     "detect_anomaly",
     "get_gradients",
     "get_mode",
+    "is_available",
     "set_mode",
 ]
 
@@ -46,14 +47,14 @@ class context:  # noqa: N801
 
     @uncompiled
     def __enter__(self) -> int:
-        self._context = _new_context()
-        return self._context._context_id()
+        self.autograd_context = _new_context()
+        return self.autograd_context._context_id()
 
     @uncompiled
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _release_context(self._context._context_id())
+        _release_context(self.autograd_context._context_id())
 
 
 @uncompiled

@@ -49,6 +49,12 @@ _UNSUPPORTED = (
     *("state_dict", "load_state_dict", "parameters", "named_parameters", "buffers", "named_buffers"),
     *("children", "named_children", "modules", "named_modules", "extra_repr"),
 )
+# Those of them that take other arguments than those of a module.
+_OTHERS: dict[str, Callable[..., None]] = {
+    "modules": lambda self: None,
+    "register_forward_hook": lambda self, hook, prepend=False, with_kwargs=False: None,
+    "register_forward_pre_hook": lambda self, hook, prepend=False, with_kwargs=False: None,
+}
 _INSTEAD = {"parameters": ". Please use ``remote_parameters`` instead."}
 
 
@@ -246,7 +252,7 @@ def _raise_not_supported(name: str) -> NoReturn:
 
 
 def _unsupported(name: str) -> Callable[..., NoReturn]:
-    signature = inspect.signature(getattr(nn.Module, name))
+    signature = inspect.signature(_OTHERS.get(name) or getattr(nn.Module, name))
 
     def method(self: _RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
         signature.bind(self, *args, **kwargs)

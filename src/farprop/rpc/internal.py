@@ -229,15 +229,3 @@ def _build_rpc_profiling_key(
 ) -> str:
     """The name under which the profiler shows a call."""
     return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"
-
-
-def _start_record_function(
-    exec_type: RPCExecMode, func_name: str, current_worker_name: str, dest_worker_name: str
-) -> Any:
-    """Begin an event of the profile that this thread is under; whoever asks for it ends it."""
-    if not torch.autograd._profiler_enabled():
-        raise AssertionError("Autograd profiler should be enabled.")
-    event = torch.autograd._RecordFunction()  # type: ignore[attr-defined]
-    key = _build_rpc_profiling_key(exec_type, str(func_name), current_worker_name, dest_worker_name)
-    torch.autograd._run_before_callbacks(event, key)  # type: ignore[attr-defined]
-    return event

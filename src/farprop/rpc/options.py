@@ -31,7 +31,7 @@ class RpcBackendOptions:
             )
         if rpc_timeout < 0:
             raise ValueError(f"rpc_timeout must be 0 (none) or more seconds, not {rpc_timeout}.")
-        self.rpc_timeout = rpc_timeout if rpc_timeout < MAX_SECONDS else 0
+        self.rpc_timeout = float(rpc_timeout) if rpc_timeout < MAX_SECONDS else 0.0
         self.init_method = init_method
 
 

@@ -19,8 +19,14 @@ class _server_process_global_profile(legacy_profile):  # type: ignore[misc]  # n
 
     process_global_function_events: list[list[Any]]
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
+
     def __enter__(self) -> Any:
         if self.enabled:
+            if self.entered:
+                raise RuntimeError("autograd profiler traces are not reentrant")
+            self.entered = True
             self.process_global_function_events = []
             profiling.served_calls.append((profiling.settings_of(self), self.process_global_function_events))
         return self

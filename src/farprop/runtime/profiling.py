@@ -60,11 +60,6 @@ class Session:
             self.events.append(FunctionEvent(**{**event, "name": name, "trace_name": name, "is_remote": True, **times}))
 
 
-def is_legacy_profile() -> bool:
-    """Whether this thread is under a profile of the kind that calls take part in."""
-    return bool(_enabled() and torch._C._autograd._profiler_type() == _LEGACY)
-
-
 def session() -> Session | None:
     """The profile that this thread is under, if it is one that calls take part in."""
     if not is_legacy_profile():

@@ -18,6 +18,7 @@ import io
 import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -342,6 +343,9 @@ def _cloud_pickler(place: Place | None) -> Any:
         class CloudPickler(_Reductions, cloudpickle.Pickler):  # type: ignore[misc]
             def reducer_override(self, obj: Any) -> Any:
                 reduced = self.reduce(obj)
+                if reduced is NotImplemented and type(obj) is MethodType and isinstance(obj.__self__, type):
+                    # cloudpickle would send the code of a class method with all that it refers to.
+                    return getattr, (obj.__self__, obj.__name__)
                 return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
         _CloudPickler = CloudPickler

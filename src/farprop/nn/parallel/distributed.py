@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from farprop._torch import active_ddp, join_config, preserve_version, set_active_ddp, tree_map_only
 from farprop.distributed.calling import rank_of, size_of, tensor_of, wait_for
@@ -34,9 +37,10 @@ class DistributedDataParallel(nn.Module, Joinable):
     Args:
         module: the same on every rank.
         device_ids: the one device of the module, to which inputs are moved; None on the CPU.
-        output_device: accepted as torch does; outputs stay where the module puts them.
+        output_device: only together with ``device_ids``; outputs stay where the module puts them.
         dim: accepted as torch does.
-        broadcast_buffers: give all ranks the buffers of rank 0 before each forward pass.
+        broadcast_buffers: give all ranks the buffers of rank 0 at the start and before each forward pass; so it is
+            unless you say False.
         init_sync: check that ranks have the same parameters, and give all those of rank 0. Without it that is up to
             you.
         process_group: any group; unset, the default group of ``torch.distributed``.
@@ -44,10 +48,23 @@ class DistributedDataParallel(nn.Module, Joinable):
             the first, so that it leaves early.
         find_unused_parameters: some parameters may not take part in the loss. It costs a walk of the graph and a small
             collective in each iteration.
-        check_reduction: accepted as torch does.
+        check_reduction: does nothing, and torch has deprecated it.
         gradient_as_bucket_view: ``.grad`` is memory of a bucket, which saves memory and copies.
         static_graph: every iteration is like the first, which finds out about unused parameters and those whose
             gradients come several times (checkpoints).
+        delay_all_reduce_named_params: refused; torch reduces these parameters later than the others.
+        param_to_hook_all_reduce: refused; it belongs to the parameter above.
+        mixed_precision: refused; torch computes in a lower precision than that of the parameters.
+        device_mesh: a mesh of one dimension, whose group is used; in place of ``process_group``.
+        skip_all_reduce_unused_params: refused unless False; unused parameters are reduced with the rest.
+        bucket_cap_mb_list: refused; all buckets but the first have the same limit.
+        batched_grad_copy: makes no difference: how gradients are copied is up to the reduction.
+        forward_sync_buffers: what ``broadcast_buffers`` says, but for the start, when all ranks get the buffers of rank
+            0 in any case. If both are given, this one counts.
+
+    Raises:
+        UsageError: there is no parameter to train, no group, or an argument that is refused.
+        ValueError: devices or the mesh make no sense.
     """
 
     def __init__(
@@ -56,7 +73,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         device_ids: list[Any] | None = None,
         output_device: Any = None,
         dim: int = 0,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
@@ -64,15 +81,43 @@ class DistributedDataParallel(nn.Module, Joinable):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
+        _refuse(
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params or None,
+            bucket_cap_mb_list=bucket_cap_mb_list or None,
+        )
+        if check_reduction:
+            warnings.warn("check_reduction is deprecated and does nothing. Leave it out.", FutureWarning, stacklevel=2)
         found = _trained(module)
-        self.device = _checked_device(module, found, device_ids)
+        self.parameters_to_ignore = _ignored(module)
+        self.device = _checked_device(module, found, device_ids, output_device)
+        self.device_type = self.device.type
+        self.is_multi_device_module = len({leaf.device for _, leaf in found}) > 1
         self.module = module
+        self.dim = dim
         self.device_ids = device_ids or None
-        self.process_group = _default_group() if process_group is None else process_group
-        self.broadcast_buffers = broadcast_buffers
+        self.output_device = (device_ids[0] if output_device is None else output_device) if device_ids else None
+        self.process_group = _group_of(process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self.mixed_precision = None
+        self.skip_all_reduce_unused_params = False
+        self.batched_grad_copy = batched_grad_copy
+        spreads_buffers = True if broadcast_buffers is None else broadcast_buffers
+        self.forward_sync_buffers = spreads_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
@@ -80,10 +125,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.require_forward_param_sync = True
         self._divides_by_all = True
         # Looked up once: it takes as long as a small layer.
-        self._has_buffers = any(True for _ in module.buffers())
+        self._has_buffers = any(True for _ in self._buffers_of_all())
         if init_sync:
             check_same(self.process_group, [name for name, _ in found], [leaf for _, leaf in found])
-            self._broadcast_states(0)
+            self._broadcast_states(0, spreads_buffers if forward_sync_buffers is None else True)
         self._limits = _bucket_limits(bucket_cap_mb, sum(leaf.nbytes for _, leaf in found))
         self.bucket_bytes_cap = self._limits[1]  # the compiler cuts graphs by this
         self._reducer = self._new_reducer()
@@ -164,6 +209,16 @@ class DistributedDataParallel(nn.Module, Joinable):
             raise TypeError(f"Communication hook must be callable, but is a {type(hook).__name__}.")
         self._reducer.set_hook(state, hook)
 
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        """As ``register_comm_hook``, with the hook that torch has for this name."""
+        hooks = {
+            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        if comm_hook_type not in hooks:
+            raise UsageError(f"There is no builtin hook {comm_hook_type}. Use one of {list(map(str, hooks))}.")
+        self.register_comm_hook(self.process_group, hooks[comm_hook_type])
+
     def _set_static_graph(self) -> None:
         """What ``static_graph=True`` does, for programs that call it later: before the first forward pass."""
         if not self.static_graph:
@@ -224,7 +279,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _take_over(self, is_last: bool) -> None:
         """All ranks are done: they get the module of one that was so last."""
-        self._broadcast_states(self._highest_rank(is_last))
+        self._broadcast_states(self._highest_rank(is_last), self.forward_sync_buffers)
 
     def _anybody_reduces(self, here: bool) -> bool:
         flag = torch.tensor([float(here)], device=self.device)
@@ -239,19 +294,83 @@ class DistributedDataParallel(nn.Module, Joinable):
     # States
 
     def _syncs_buffers(self) -> bool:
-        return self.broadcast_buffers and self.require_forward_param_sync and self._has_buffers
+        return self.forward_sync_buffers and self.require_forward_param_sync and self._has_buffers
 
     def _broadcast_buffers(self, has_inputs: bool) -> None:
         rank = self._highest_rank(has_inputs) if join_config(self).enable else 0
-        buffers = tuple(self.module.buffers())
+        buffers = tuple(self._buffers_of_all())
         # Graphs of earlier forward passes may have saved them.
         with torch.no_grad(), preserve_version(buffers):
             spread(self.process_group, buffers, rank)
 
-    def _broadcast_states(self, rank: int) -> None:
+    def _broadcast_states(self, rank: int, with_buffers: bool) -> None:
+        ignored = self.parameters_to_ignore
+        parameters = [leaf for name, leaf in self.module.named_parameters() if name not in ignored]
         with torch.no_grad():
-            buffers = self.module.buffers() if self.broadcast_buffers else ()
-            spread(self.process_group, (*self.module.parameters(), *buffers), rank)
+            buffers = self._buffers_of_all() if with_buffers else ()
+            spread(self.process_group, (*parameters, *buffers), rank)
+
+    def _buffers_of_all(self) -> Iterator[torch.Tensor]:
+        """The buffers that all ranks have in common."""
+        return (buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore)
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The older name of ``forward_sync_buffers``."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward pass gives all ranks the buffers of rank 0."""
+        return self._syncs_buffers()
+
+    def _sync_buffers(self) -> None:
+        """Give all ranks the buffers of rank 0 now."""
+        self._broadcast_buffers(True)
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """Leave parameters and buffers of a module to each rank. Call it before the module is wrapped.
+
+        Args:
+            module: what is to be wrapped.
+            params_and_buffers_to_ignore: names as in ``named_parameters`` and ``named_buffers`` of the module.
+        """
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        """The parameters, or pairs of name and parameter, that ranks have in common; of a module or a wrapped one."""
+        inner: Any = module.module if isinstance(module, DistributedDataParallel) else module
+        ignored = _ignored(inner)
+        for name, leaf in inner.named_parameters():
+            if name not in ignored:
+                yield (name, leaf) if named_params else leaf
+
+    @property
+    def _distributed_rank(self) -> int:
+        return dist.get_rank(self.process_group)
+
+    # Inputs and outputs, for subclasses that call these
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: Any) -> Any:
+        """Inputs on a device, for each replica: a tuple of tuples, and a tuple of dicts."""
+        device = torch.device(self.device_type, device_id) if isinstance(device_id, int) else torch.device(device_id)
+        moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), (inputs, kwargs))
+        return (moved[0],), (moved[1],)
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        """Inputs cut along ``dim``, a piece for each device."""
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        """Outputs of several devices, joined along ``dim`` on one."""
+        return gather(outputs, output_device, dim=self.dim)
 
     # Copies
 
@@ -277,8 +396,32 @@ class DistributedDataParallel(nn.Module, Joinable):
         return active_ddp()
 
 
+# What to do instead of what is refused.
+_REFUSED = {
+    "delay_all_reduce_named_params": "Leave it out: they are then reduced with the others, as soon as they can be",
+    "param_to_hook_all_reduce": "Leave it out, as delay_all_reduce_named_params has to be",
+    "mixed_precision": "Use torch.autocast around the forward pass",
+    "skip_all_reduce_unused_params": "Leave it out: find_unused_parameters=True takes care of unused parameters",
+    "bucket_cap_mb_list": "Give one size for all buckets, as bucket_cap_mb",
+}
+
+
+def _refuse(**given: Any) -> None:
+    """Raise for what torch has and this has not, if it is asked for."""
+    for name, value in given.items():
+        if value is not None:
+            shown = value if isinstance(value, bool | list) else f"a {type(value).__name__}"
+            raise UsageError(f"DistributedDataParallel can't take {name}={shown}. {_REFUSED[name]}.")
+
+
+def _ignored(module: nn.Module) -> set[str]:
+    """Names of what each rank has for itself."""
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
 def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, leaf) for name, leaf in module.named_parameters() if leaf.requires_grad]
+    ignored = _ignored(module)
+    return [(name, leaf) for name, leaf in module.named_parameters() if leaf.requires_grad and name not in ignored]
 
 
 def _bucket_limits(cap_mb: float | None, total: int) -> tuple[int, int]:
@@ -289,6 +432,21 @@ def _bucket_limits(cap_mb: float | None, total: int) -> tuple[int, int]:
     return _MIB, min(25 * _MIB, max(_MIB, total // 3))
 
 
+def _group_of(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
+    if device_mesh is None:
+        return _default_group() if process_group is None else process_group
+    if process_group is not None:
+        raise UsageError("Cannot specify both process_group and device_mesh arguments. Leave one of them out.")
+    if device_mesh.ndim != 1:
+        raise UsageError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+    if device_mesh._get_root_mesh() != device_mesh:
+        raise UsageError(
+            f"DistributedDataParallel can't take device_mesh={device_mesh}, a slice of a larger mesh, because it can't "
+            "take parameters that are split over the rest. Give process_group=device_mesh.get_group() if none are."
+        )
+    return device_mesh.get_group(mesh_dim=0)  # type: ignore[no-any-return]
+
+
 def _default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     if group is None:
@@ -297,7 +455,7 @@ def _default_group() -> dist.ProcessGroup:
 
 
 def _checked_device(
-    module: nn.Module, parameters: list[tuple[str, nn.Parameter]], device_ids: list[Any] | None
+    module: nn.Module, parameters: list[tuple[str, nn.Parameter]], device_ids: list[Any] | None, output_device: Any
 ) -> torch.device:
     if not parameters:
         raise UsageError(
@@ -310,6 +468,11 @@ def _checked_device(
     if len(kinds) > 1:
         raise ValueError(f"The parameters have to be on devices of one type, but are on {sorted(kinds)}.")
     if not device_ids:
+        if output_device is not None:
+            raise ValueError(
+                f"output_device is for modules on the one device that device_ids names, but it is {output_device} and "
+                f"device_ids is {device_ids}. Leave it out."
+            )
         return parameters[0][1].device
     if len(device_ids) > 1 or kinds == {"cpu"} or len({leaf.device for _, leaf in parameters}) > 1:
         raise ValueError(
