@@ -162,6 +162,7 @@ def _blocks(document: str) -> list[Block]:
 DOCUMENTS = (
     "README.md",
     "docs/design.md",
+    "docs/compat.md",
     "docs/autograd.md",
     "docs/optim.md",
     "docs/jit.md",

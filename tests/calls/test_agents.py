@@ -1,0 +1,113 @@
+"""What ``rpc.api._get_current_rpc_agent()`` gives, on several workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import farprop.rpc as rpc
+from farprop.rpc import _utils
+from tests.calls import functions as f
+from tests.references.looking import wait_until
+from tests.support.workers import cluster, run_workers
+
+
+def _agent() -> Any:
+    return rpc.api._get_current_rpc_agent()
+
+
+@rpc.functions.async_execution
+def _keep_waiting() -> Any:
+    return rpc.rpc_async("worker0", _wait_for_the_gate)
+
+
+_gate: list[torch.futures.Future[int]] = []
+
+
+@rpc.functions.async_execution
+def _wait_for_the_gate() -> Any:
+    _gate.append(torch.futures.Future())
+    return _gate[0]
+
+
+def _metrics() -> dict[str, str]:
+    found: dict[str, str] = _agent().get_metrics()
+    return found
+
+
+def _calls_that_wait_are_counted() -> None:
+    before = _metrics()
+    assert before["agent.server_active_async_calls"] == "0"
+    future = rpc.rpc_async("worker1", _keep_waiting)
+    wait_until(lambda: bool(_gate) and _metrics()["agent.server_active_async_calls"] == "1")
+    there = rpc.rpc_sync("worker1", _metrics)
+    assert there["agent.server_active_async_calls"] == "1"
+    assert int(there["agent.client_active_calls"]) == 1
+    assert int(there["agent.server_active_calls"]) == 2  # with the one that asks
+    assert _metrics()["agent.client_active_calls"] == "1"
+    _gate.pop().set_result(4)
+    assert future.wait() == 4
+    wait_until(lambda: _metrics()["agent.server_active_async_calls"] == "0")
+    assert set(there) == set(before)
+    assert set(before) <= set(_agent().get_debug_info())
+
+
+def test_calls_that_wait_are_counted() -> None:
+    with cluster(2) as c:
+        c.run(0, _calls_that_wait_are_counted)
+
+
+def _join_waits_for_calls(rank: int) -> None:
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+    futures = [rpc.rpc_async(f"worker{1 - rank}", f.add, args=(n, 1)) for n in range(20)]
+    _agent().join(timeout=30)
+    assert all(future.done() for future in futures)
+    assert rpc.rpc_sync(f"worker{1 - rank}", f.add, args=(1, 1)) == 2
+    _agent().join(shutdown=True)
+    rpc.shutdown()
+    with pytest.raises(RuntimeError, match="has not been initialized"):
+        _agent()
+
+
+def test_joining_waits_for_all_calls_of_all_workers() -> None:
+    run_workers(_join_waits_for_calls, 2)
+
+
+def _options_with_maps(rank: int) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=3, rpc_timeout=20)
+    if rank == 0:
+        options.set_device_map("worker1", {"cpu": "meta"})
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    agent = _agent()
+    assert agent._get_backend_options() is options
+    expected = {torch.device("cpu"): torch.device("meta")} if rank == 0 else {}
+    assert agent._get_device_map(rpc.get_worker_info("worker1")) == expected
+    assert agent._get_device_map(rpc.get_worker_info("worker0")) == {}
+    assert rpc.backend_registry._get_device_infos() == (torch.cuda.device_count(), options.device_maps, [])
+    assert isinstance(agent.store, dist.Store)
+    rpc.shutdown()
+    assert agent.store is None
+
+
+def test_options_device_maps_and_the_store() -> None:
+    run_workers(_options_with_maps, 2)
+
+
+def _in_a_group_that_comes_and_goes(rank: int) -> None:
+    rpc.init_rpc(f"worker{rank}", rank=rank)
+    other = f"worker{1 - rank}"
+    wait_until(lambda: other in {info.name for info in _agent().get_worker_infos()})
+    assert not _agent().is_static_group
+    assert rpc.rpc_sync(other, _utils._update_group_membership, args=(_agent().get_worker_info(), [], {}, True)) is None
+    assert rpc.rpc_sync(other, f.add, args=(1, 2)) == 3
+    _agent().join(timeout=20)
+    _agent().store.set(f"{rank} is done", "")
+    _agent().store.wait([f"{1 - rank} is done"])
+    rpc.shutdown()
+
+
+def test_groups_that_come_and_go() -> None:
+    run_workers(_in_a_group_that_comes_and_goes, 2)
