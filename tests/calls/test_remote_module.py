@@ -205,10 +205,15 @@ def _other_methods() -> None:
         assert switch() is module
         assert rpc.rpc_sync("worker1", is_training, (reference,)) is expected
     for name in UNSUPPORTED:
+        method = getattr(module, name)
+        parameters = inspect.signature(method).parameters.values()
+        needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
         with pytest.raises(ValueError, match=f"Method ``{name}`` not supported for RemoteModule"):
-            getattr(module, name)()
+            method(*[None] * len(needed))
     with pytest.raises(ValueError, match="use ``remote_parameters`` instead"):
         module.parameters()
+    with pytest.raises(TypeError, match="'no_such'"):
+        module.apply(print, no_such=1)
 
 
 # Of these torch's RemoteModule raises, too.

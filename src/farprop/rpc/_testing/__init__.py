@@ -60,8 +60,9 @@ class FaultyTensorPipeAgent(TensorPipeAgent):
         reverse_device_maps: Mapping[str, Mapping[torch.device, torch.device]],
         devices: Sequence[torch.device],
     ) -> None:
+        judge = opts.plan().judge  # first, because it refuses what it does not know
         super().__init__(store, name, rank, world_size, opts, reverse_device_maps, devices)
-        self.set_judge(opts.plan().judge)
+        self.set_judge(judge)
 
 
 from farprop.rpc._testing import faulty_agent_backend_registry  # noqa: E402, it needs the classes above
