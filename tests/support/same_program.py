@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -112,7 +113,7 @@ def metrics_of_calls_that_wait() -> Any:
     waiting = rpc.rpc_async("worker", at_the_gate)
     reached.wait()
     while agent().get_metrics()["agent.server_active_async_calls"] == "0":
-        pass
+        time.sleep(0.002)
     busy = {key: agent().get_metrics()[f"agent.{key}"] for key in ("server_active_async_calls", "client_active_calls")}
     gates.pop().set_result(5)
     return busy, waiting.wait()
