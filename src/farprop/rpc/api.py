@@ -16,6 +16,7 @@ import torch
 from farprop._torch import ScriptFunction, find_builtin, profiler_enabled, qualified_name
 from farprop.errors import FarpropError, UsageError
 from farprop.ids import WorkerInfo
+from farprop.protocol.gatherings import Failure, Key
 from farprop.protocol.quiescence import Quiescence, Report
 from farprop.rpc import internal, saved
 from farprop.rpc._utils import _group_membership_management as _group_membership_management
@@ -36,7 +37,7 @@ from farprop.runtime import current, profiling
 from farprop.runtime.agent import Agent
 from farprop.runtime.current import current_agent
 from farprop.runtime.futures import Future
-from farprop.runtime.gather import AllGatherStates, Gatherings, gather
+from farprop.runtime.gather import AllGatherStates, Calls, Gatherings, gather
 from farprop.runtime.profiling import Session
 from farprop.runtime.uncompiled import uncompiled
 from farprop.wire.frames import SYSTEM
@@ -344,30 +345,37 @@ def _set_rpc_timeout(timeout: float) -> None:
     current_agent().rpc_timeout = checked_timeout(timeout)
 
 
-# Gatherings. The next two run on other workers, found by name.
+# Gatherings. The next three run on other workers, found by name.
 
 
-def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None) -> None:
-    names = worker_names or {info.name for info in current_agent().get_worker_infos()}
-    _gatherings.hear(sequence_id, worker_name, obj, names)
+def _gather_to_leader(sequence_id: Key, worker_name: str, obj: Any) -> None:
+    _gatherings.hear(sequence_id, worker_name, obj)
 
 
-def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
-    _gatherings.conclude(sequence_id, objects_map)
+def _broadcast_to_followers(sequence_id: Key, objects_map: dict[str, Any]) -> None:
+    _gatherings.be_told(sequence_id, objects_map)
+
+
+def _release_follower(sequence_id: Key, failure: Failure | None) -> None:
+    _gatherings.be_released(sequence_id, failure)
 
 
 @_require_initialized
 def _all_gather(
     obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """Every worker's ``obj`` by name, on every worker. All of ``worker_names`` (default: all) have to call it."""
+    """Every worker's ``obj`` by name, on every worker. All of ``worker_names`` (default: all) have to call it.
+
+    The worker whose name sorts first returns first: what the others do next is often to call it.
+    """
     return _gather(obj, worker_names, timeout)
 
 
 def _gather(obj: Any, worker_names: Iterable[str] | None, timeout: float, flags: int = 0) -> dict[str, Any]:
     agent = current_agent()
     names = set(worker_names or (info.name for info in agent.get_worker_infos()))
-    return gather(agent, _gatherings, obj, names, timeout, _gather_to_leader, _broadcast_to_followers, flags)
+    calls = Calls(_gather_to_leader, _broadcast_to_followers, _release_follower)
+    return gather(agent, _gatherings, obj, names, timeout, calls, flags)
 
 
 @_require_initialized

@@ -33,6 +33,7 @@ from farprop.runtime.cells import Cell
 from farprop.runtime.creation import CreationCall, ProfiledCreation
 from farprop.runtime.devices import DeviceMaps, careful
 from farprop.runtime.dialling import Dialling, SomebodyElse, Unresponsive
+from farprop.runtime.gate import Gate
 from farprop.runtime.gradients.contexts import COUNTER_BITS, Context, current_context
 from farprop.runtime.gradients.roots import backward_on_owner
 from farprop.runtime.gradients.space import GradientSpace
@@ -112,6 +113,7 @@ class Agent:
         self._encode_object: Callable[..., Encoded] = careful(encode) if moves_cpu else encode
         self._loop.home = self
         self._survival = Survival(self._probe, self._on_death, self._loop.submit, self._loop.set_alarm)
+        self.gate = Gate(self._loop.submit_request)
         self._server = Server(
             self._loop,
             name,
@@ -122,6 +124,7 @@ class Agent:
             self.references,
             self.gradients.contexts,
             self._devices,
+            self.gate,
         )
         try:
             self._own_entry = self._listen(options, world_size)

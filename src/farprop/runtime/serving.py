@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import CoroutineType
 from typing import Any
 
@@ -21,6 +22,7 @@ from farprop.runtime.cells import Later, not_a_future
 from farprop.runtime.coroutines import CoroutineThread
 from farprop.runtime.devices import DeviceMaps, careful
 from farprop.runtime.door import Door
+from farprop.runtime.gate import Gate
 from farprop.runtime.gradients import anomaly
 from farprop.runtime.gradients.contexts import Context, Contexts, current_context, take_head
 from farprop.runtime.loop import HANGUP, IN, OUT, STALL, Loop
@@ -73,6 +75,7 @@ class Server:
         references: ReferenceSpace,
         contexts: Contexts,
         devices: DeviceMaps,
+        gate: Gate,
     ) -> None:
         self.active = 0  # requests that came and are not answered yet
         self.active_async = 0  # those of them whose function has returned a future
@@ -86,6 +89,7 @@ class Server:
         self._references = references
         self._contexts = contexts
         self._devices = devices
+        self._gate = gate
         # Requests can come before the callers' maps are known.
         self._encode_value = careful(encode_value)
         self._encode_object = careful(encode)
@@ -197,6 +201,12 @@ class Server:
     def _run(self, connection: Connection, frame: Frame, late: float) -> None:
         started = _now()
         name, flags = frame.name, frame.flags
+        if (
+            self._gate.is_shut
+            and not flags & SYSTEM
+            and self._gate.hold(connection.peer, name, partial(self._run, connection, frame, late))
+        ):
+            return
         reply = Reply(connection, flags, frame.call_id, None)
         if frame.arrivals is not None:
             reply.creation = frame.arrivals.creation
