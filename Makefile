@@ -5,10 +5,10 @@ PIP_ARGS ?=
 RUN := .venv/bin/python
 READY := .venv/.installed
 
-.PHONY: help demo test bench bench-peers conformance sim lint format clean
+.PHONY: help demo test bench bench-peers clients conformance sim lint format clean
 
 help:
-	@echo "make demo | test | lint | format | bench | bench-peers | conformance [ONLY=Class] [HELD=1] | sim | clean"
+	@echo "make demo | test | lint | format | bench | bench-peers | clients | conformance [ONLY=Class] [HELD=1] | sim | clean"
 
 demo: $(READY)
 	@$(RUN) examples/demo.py
@@ -21,6 +21,9 @@ bench: $(READY)
 
 bench-peers: $(READY)
 	@$(RUN) -m bench.peers
+
+clients: $(READY)
+	@$(RUN) -m bench.clients
 
 conformance: $(READY)
 	@$(RUN) -m tests.conformance $(if $(HELD),--held) $(if $(ONLY),--only $(ONLY))

@@ -1,0 +1,69 @@
+"""`python -m bench.clients`: programs that people have, on torch and on farprop: the same results, and how fast."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from bench import machine
+from bench.clients import comparison, venv
+from bench.clients.comparison import Comparison
+from bench.clients.running import SIDES, run
+from bench.driver import ROOT, BenchError
+
+OURS = ["parameter_server", "reinforcement", "split_rnn", "pipeline", "hybrid"]
+THEIRS = {
+    "torchrl_replay": "torchrl",
+    "torchrl_collector": "torchrl",
+    "pyg_features": "torch_geometric",
+    "pippy_forward": "torchpippy",
+}
+ROUNDS = 3
+LIMIT = 180.0
+TABLE = ROOT / "build" / "clients.md"
+
+
+def interpreter(program: str) -> str:
+    return venv.python_with(THEIRS[program]) if program in THEIRS else sys.executable
+
+
+def compare(program: str, rounds: int, limit: float) -> Comparison:
+    """Torch and farprop take turns, so that what disturbs the machine disturbs both."""
+    outcome = Comparison(program)
+    try:
+        python = interpreter(program)
+    except BenchError as error:
+        outcome.left_out = str(error)
+        return outcome
+    for _ in range(rounds):
+        for side in SIDES:
+            outcome.runs[side].append(run(program, side, python, limit))
+        if all(outcome.runs[side][-1].failure for side in SIDES):
+            break  # it does not run here at all
+    return outcome
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.clients", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds until a run counts as hanging")
+    parser.add_argument("--only", action="append", choices=[*OURS, *THEIRS], help="may be given several times")
+    parser.add_argument("--output", type=Path, default=TABLE, help="where to write the table")
+    options = parser.parse_args()
+    print(machine.describe(machine.facts()))
+    others = machine.Others()
+    outcomes = []
+    for program in options.only or [*OURS, *THEIRS]:
+        others.look()
+        outcomes.append(compare(program, options.rounds, options.limit))
+        print(" ".join(outcomes[-1].row()), file=sys.stderr, flush=True)
+    table = comparison.markdown(outcomes)
+    print(f"{others}\n\n{table}")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(table + "\n")
+    return comparison.exit_code(outcomes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""What the programs have in common: processes with calls between them, and a line with what came out of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed.rpc as rpc
+import torch.multiprocessing as mp
+
+RESULT = "RESULT "
+
+
+class Clock:
+    """Seconds of the loop alone: workers have met before it, and part after it."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+
+    def read(self) -> float:
+        return time.perf_counter() - self._began
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def options(port: int) -> Any:
+    return rpc.TensorPipeRpcBackendOptions(num_worker_threads=8, init_method=f"tcp://127.0.0.1:{port}")
+
+
+def tiny() -> bool:
+    """Whether the program is only to show that it runs."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tiny", action="store_true")
+    return bool(parser.parse_args().tiny)
+
+
+def report(seconds: float, values: Any) -> None:
+    print(RESULT + json.dumps({"seconds": seconds, "values": values}), flush=True)
+
+
+def run(work: Callable[..., tuple[float, Any] | None], names: Sequence[str], *args: Any) -> None:
+    """Run ``work(rank, *args)`` on workers of these names. The first returns the result: seconds, and values."""
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    port = free_port()
+    workers = [
+        context.Process(target=_worker, args=(rank, port, results, work, list(names), args), daemon=True)
+        for rank in range(len(names))
+    ]
+    for worker in workers:
+        worker.start()
+    waiting = list(workers)
+    while waiting:
+        for worker in list(waiting):
+            worker.join(0.05)
+            if worker.exitcode is None:
+                continue
+            if worker.exitcode:
+                sys.exit(f"a worker ended with exit code {worker.exitcode}")
+            waiting.remove(worker)
+    report(*results.get())
+
+
+def _worker(
+    rank: int, port: int, results: Any, work: Callable[..., Any], names: Sequence[str], args: Sequence[Any]
+) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    rpc.init_rpc(names[rank], rank=rank, world_size=len(names), rpc_backend_options=options(port))
+    result = work(rank, *args)
+    rpc.shutdown()
+    if rank == 0:
+        results.put(result)
