@@ -317,6 +317,12 @@ preserve_version: Any = _find(
     "DistributedDataParallel of modules with buffers that a graph has saved, two forward passes before a backward",
     lambda tensors: nullcontext(),
 )
+# The mesh that one is a slice of; itself if it is none.
+root_mesh: Any = _find(
+    "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
+    "slices of device meshes that DistributedDataParallel refuses",
+    lambda mesh: mesh,
+)
 _TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
 _find(
     "torch.nn.parallel.DistributedDataParallel._active_ddp_module", "graphs that torch.compile cuts where buckets end"

@@ -13,7 +13,16 @@ import torch
 from torch import nn
 
 import farprop.rpc as rpc
-from farprop._torch import export, ignore, parse_remote_device, script, tree_map_only, type_of_module
+from farprop._torch import (
+    export,
+    ignore,
+    load_script,
+    parse_remote_device,
+    save_script,
+    script,
+    tree_map_only,
+    type_of_module,
+)
 from farprop.nn.scripting import boxed, interface_type, methods_of
 from farprop.rpc import RRef
 
@@ -288,12 +297,12 @@ def _remote_module_receiver(*remote_module_pickled_attrs: Any) -> _RemoteModule:
 def _recursive_script_module_reducer(recursive_script_module: Any) -> tuple[Callable[..., Any], tuple[bytes]]:
     """How a compiled module travels in a call. A compiled RemoteModule refuses."""
     file = io.BytesIO()
-    torch.jit.save(recursive_script_module, file)
+    save_script(recursive_script_module, file)
     return _recursive_script_module_receiver, (file.getvalue(),)
 
 
 def _recursive_script_module_receiver(recursive_script_module_serialized: bytes) -> Any:
-    return torch.jit.load(io.BytesIO(recursive_script_module_serialized))
+    return load_script(io.BytesIO(recursive_script_module_serialized))
 
 
 # What runs on the module's worker.

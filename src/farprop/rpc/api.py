@@ -13,7 +13,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-from farprop._torch import ScriptFunction, find_builtin, profiler_enabled, qualified_name
+from farprop._torch import ScriptFunction, find_builtin, is_legacy_profile, profiler_enabled, qualified_name
 from farprop.errors import FarpropError, UsageError
 from farprop.ids import WorkerInfo
 from farprop.protocol.gatherings import Failure, Key
@@ -246,8 +246,8 @@ def _profiling_key(agent: Agent, mode: RPCExecMode, to: Any, func: Any) -> str:
 
 def _pickled(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """A call as the program's own pickler encodes it. Operators and script functions don't go through it."""
-    script = isinstance(getattr(func, "_wrapped_async_rpc_function", func), torch.jit.ScriptFunction)
-    if script or torch.jit._builtins._find_builtin(func) is not None:
+    is_script = isinstance(getattr(func, "_wrapped_async_rpc_function", func), ScriptFunction)
+    if is_script or find_builtin(func) is not None:
         return func, args, kwargs
     pickled = _default_pickler.serialize(PythonUDF(func, args or (), kwargs or {}))
     is_async = hasattr(func, "_wrapped_async_rpc_function")
@@ -332,7 +332,7 @@ new_method = method_factory("to_here", RRef.to_here.__doc__ or "")
 
 def _get_should_profile() -> bool:
     """Whether this thread is under a profile that calls take part in."""
-    return profiling.is_legacy_profile()
+    return is_legacy_profile()
 
 
 def get_rpc_timeout() -> float:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from farprop._torch import ScriptModule, load_script, save_script
 from farprop.rpc.functions import async_execution
 from farprop.runtime.current import current_agent
 from farprop.wire import codec
@@ -95,11 +96,11 @@ class _InternalRPCPickler:
 
     @classmethod
     def _script_module_receiver(cls, script_module_serialized: bytes) -> Any:
-        return torch.jit.load(io.BytesIO(script_module_serialized))
+        return load_script(io.BytesIO(script_module_serialized))
 
     def _script_module_reducer(self, script_module: Any) -> tuple[Any, ...]:
         file = io.BytesIO()
-        torch.jit.save(script_module, file)
+        save_script(script_module, file)
         return _InternalRPCPickler._script_module_receiver, (file.getvalue(),)
 
     def serialize(self, obj: Any) -> tuple[bytes, list[Any]]:
@@ -107,7 +108,7 @@ class _InternalRPCPickler:
         from farprop.rpc.rref import RRef
 
         reducers = {**self._dispatch_table, RRef: self._rref_reducer}
-        if isinstance(obj, torch.jit.ScriptModule):
+        if isinstance(obj, ScriptModule):
             reducers[type(obj)] = self._script_module_reducer
         reducers.update(self._class_reducer_dict)
         tables = _thread_local_tensor_tables

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from farprop._torch import compilation_unit, get_operation
 from farprop.errors import UsageError
 from farprop.ids import WorkerInfo
 from farprop.protocol.references.records import UserReference
@@ -111,7 +112,7 @@ def _invoke_remote_torchscript(
 
 def run_builtin(op_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the overload of an operator that these arguments fit."""
-    operator, _ = torch._C._jit_get_operation(op_name)
+    operator, _ = get_operation(op_name)
     if operator is None:
         raise UsageError(f"There is no operator {op_name!r}. Give its whole name, such as 'aten::add'.")
     return operator(*args, **kwargs)
@@ -119,7 +120,7 @@ def run_builtin(op_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def run_script(qualified_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a compiled function of this worker."""
-    function = torch.jit._state._python_cu.find_function(qualified_name)
+    function = compilation_unit.find_function(qualified_name)
     if function is None:
         raise UsageError(
             f"attempted to get undefined function {qualified_name}: this worker has not compiled a function of that "

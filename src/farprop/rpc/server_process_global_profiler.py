@@ -17,10 +17,11 @@ class _server_process_global_profile(legacy_profile):  # type: ignore[misc]  # n
     ``process_global_function_events`` has a list of events for each call.
     """
 
+    entered: bool
     process_global_function_events: list[list[Any]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
+        super().__init__(*args, **kwargs)
 
     def __enter__(self) -> Any:
         if self.enabled:

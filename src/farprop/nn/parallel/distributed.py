@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
-from farprop._torch import active_ddp, join_config, preserve_version, set_active_ddp, tree_map_only
+from farprop._torch import active_ddp, join_config, preserve_version, root_mesh, set_active_ddp, tree_map_only
 from farprop.distributed.calling import rank_of, size_of, tensor_of, wait_for
 from farprop.errors import UsageError
 from farprop.nn.parallel.graph import tensors_in
@@ -439,7 +439,7 @@ def _group_of(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist
         raise UsageError("Cannot specify both process_group and device_mesh arguments. Leave one of them out.")
     if device_mesh.ndim != 1:
         raise UsageError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-    if device_mesh._get_root_mesh() != device_mesh:
+    if root_mesh(device_mesh) != device_mesh:
         raise UsageError(
             f"DistributedDataParallel can't take device_mesh={device_mesh}, a slice of a larger mesh, because it can't "
             "take parameters that are split over the rest. Give process_group=device_mesh.get_group() if none are."
