@@ -20,14 +20,12 @@ _LOOK_AROUND = 0.25  # seconds between looks whether those we wait for are still
 
 
 class AllGatherStates:
-    """One gathering on one worker: what is to be done for it, by the thread that gathers. ``all_have_spoken`` is called
-    when others may be through with it.
-    """
+    """One gathering on one worker: what is to be done for it, by the thread that gathers, and what it has gathered."""
 
-    def __init__(self, all_have_spoken: Callable[[Key], None]) -> None:
-        self.all_have_spoken = all_have_spoken
-        self.due: deque[Action] = deque()
+    def __init__(self) -> None:
+        self.gathered_objects: dict[str, Any] = {}
         self.proceed_signal = threading.Event()
+        self.due: deque[Action] = deque()
 
 
 class Calls(NamedTuple):
@@ -45,19 +43,22 @@ class Gatherings:
         self._lock = threading.Lock()
         self._machine = protocol.Gatherings()
         self._states: dict[Key, AllGatherStates] = {}
+        self._all_have_spoken: dict[Key, Callable[[Key], None]] = {}  # called when others may be through with it
 
     def begin(
         self, own: str, names: set[str], word: Any, call_seconds: float, all_have_spoken: Callable[[Key], None]
     ) -> tuple[Key, AllGatherStates]:
         with self._lock:
             key, actions = self._machine.begin(own, names, word, call_seconds)
-            state = self._states[key] = AllGatherStates(all_have_spoken)
+            state = self._states[key] = AllGatherStates()
+            self._all_have_spoken[key] = all_have_spoken
             self._add(key, actions)
         return key, state
 
     def end(self, key: Key) -> None:
         with self._lock:
             self._states.pop(key, None)
+            self._all_have_spoken.pop(key, None)
 
     def hear(self, key: Key, worker: str, word: Any) -> None:
         with self._lock:
@@ -95,7 +96,7 @@ class Gatherings:
         if actions:
             state = self._states[key]
             if any(isinstance(action, Tell | Hurry) for action in actions):
-                state.all_have_spoken(key)
+                self._all_have_spoken[key](key)
             state.due.extend(actions)
             state.proceed_signal.set()
 
@@ -188,6 +189,7 @@ class _Gatherer:
                 case Finish(words, error):
                     if error is not None:
                         raise error
+                    self._state.gathered_objects = words
                     return words
 
     def _await(self) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
@@ -211,6 +210,9 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         """As ``register_comm_hook``, with the hook that torch has for this name."""
+        # Here, because it brings in all of torch's hooks, and their packages.
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
         hooks = {
             dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
             dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
