@@ -14,6 +14,7 @@ from farprop.ids import WorkerInfo
 from farprop.rpc.options import _TensorPipeRpcBackendOptionsBase
 from farprop.runtime.agent import Agent, AgentOptions
 from farprop.runtime.devices import portable
+from farprop.runtime.rendezvous import host_of
 
 _METRICS = ("thread_pool_size", "num_idle_threads", "client_active_calls", "server_active_calls")
 
@@ -84,7 +85,7 @@ class TensorPipeAgent(RpcAgent):
             AgentOptions(
                 num_worker_threads=rpc_backend_options.num_worker_threads,
                 rpc_timeout=rpc_backend_options.rpc_timeout,
-                master_host=_master_host(rpc_backend_options.init_method),
+                master_host=_master_host(rpc_backend_options.init_method, store),
                 device_maps=portable(rpc_backend_options.device_maps),
                 devices=[str(device) for device in (*rpc_backend_options.devices, *more)],
             ),
@@ -109,8 +110,10 @@ class TensorPipeAgent(RpcAgent):
         self._group.refresh()
 
 
-def _master_host(init_method: Any) -> str:
+def _master_host(init_method: Any, store: dist.Store) -> str:
     """Where the job's other hosts are: which of our interfaces to listen on follows from it."""
-    if not isinstance(init_method, str) or init_method.startswith("file:"):
+    if not isinstance(init_method, str):
+        return host_of(store) or "127.0.0.1"
+    if init_method.startswith("file:"):
         return "127.0.0.1"
     return urlparse(init_method).hostname or os.environ.get("MASTER_ADDR", "127.0.0.1")

@@ -26,6 +26,13 @@ def job_of(store: dist.Store) -> str:
     return _value(store, "job", secrets.token_hex(16))
 
 
+def host_of(store: Any) -> str | None:
+    """The host that carries a store, as this process was told it; None if no host does, as with a file."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return str(store.host) if isinstance(store, dist.TCPStore) else None
+
+
 def meet(
     store: dist.Store,
     own: Entry,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import socket
@@ -9,7 +10,10 @@ import time
 from collections.abc import Callable
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import farprop.rpc as rpc
 from farprop.errors import RankLostError
 from tests.groups import test_collectives as every_group
 from tests.groups.kinds import default_group
@@ -18,7 +22,7 @@ from tests.groups.native import test_collectives as native
 from tests.groups.native.test_deaths import check_lost, join_all
 from tests.groups.native.test_failures import refused
 from tests.support.hosts import Hosts
-from tests.support.workers import Cluster, processes, run_workers
+from tests.support.workers import Cluster, free_port, processes, run_workers
 
 # On which host each rank is.
 PLACES = pytest.mark.parametrize("places", [[0, 1], [0, 0, 1], [0, 0, 1, 1], [1, 0, 1, 0], [0, 1, 2]], ids=str)
@@ -165,3 +169,41 @@ def test_a_stopped_rank_is_not_a_lost_one(hosts):
             run.result()
         for end in [job.start(rank, endless.leave) for rank in range(3)]:
             end.result()
+
+
+# Where ranks meet
+
+
+def met_at(rank: int, size: int, init_method: str) -> list[float]:
+    dist.init_process_group("farprop", init_method=init_method, rank=rank, world_size=size)
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    dist.barrier()
+    dist.destroy_process_group()
+    return x.tolist()
+
+
+def test_an_address_that_only_the_init_method_tells(hosts):
+    """Nothing else says that ranks are on several hosts, so none may say that it is at 127.0.0.1."""
+    environments = [{**environment, "MASTER_ADDR": None} for environment in hosts.environments([0, 1])]
+    init_method = f"tcp://{hosts.address(0)}:{free_port()}"
+    assert run_workers(met_at, 2, (2, init_method), environments) == [[2.0] * 3] * 2
+
+
+def met_at_a_store(rank: int, size: int, host: str, port: int) -> int:
+    store = dist.TCPStore(host, port, size, is_master=rank == 0)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=dist.PrefixStore("job", store))
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+    answer = rpc.rpc_sync(f"worker{1 - rank}", os.getpid)
+    rpc.shutdown()
+    store.add("left", 1)
+    if rank == 0:  # whoever has the store leaves last
+        while store.add("left", 0) < size:
+            os.sched_yield()
+    return answer
+
+
+def test_calls_that_meet_at_a_store_of_another_host(hosts):
+    environments = [{**environment, "MASTER_ADDR": None} for environment in hosts.environments([0, 1])]
+    answers = run_workers(met_at_a_store, 2, (2, hosts.address(0), free_port()), environments)
+    assert len(set(answers)) == 2

@@ -92,7 +92,8 @@ def _listen_tcp(store: dist.Store, settings: Settings) -> socket.socket:
     if settings.interface is not None:
         host = sockets.interface_address(settings.interface)
     else:
-        host = sockets.address_towards(os.environ.get("MASTER_ADDR") or "localhost")
+        meeting_host = rendezvous.host_of(store) or os.environ.get("MASTER_ADDR") or "localhost"
+        host = sockets.address_towards(meeting_host)
     return sockets.listen_tcp(host, settings.port_range)
 
 
