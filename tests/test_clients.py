@@ -51,6 +51,12 @@ def test_a_difference_in_any_round_is_an_error(values: object, text: str) -> Non
     assert exit_code([_outcome([GOOD], [FAST]), outcome]) == 1
 
 
+def test_a_program_that_torch_itself_does_not_repeat_is_not_held_against_farprop() -> None:
+    outcome = _outcome([GOOD, Run("", 1.0, 4.0, {"losses": [1.0, 0.6]})], [FAST, FAST])
+    assert outcome.verdict == "differs on torch: losses[1]: 0.5 and 0.6"
+    assert exit_code([outcome]) == 0
+
+
 def test_numbers_that_are_not_finite_differ() -> None:
     assert difference(1.0, float("nan"))
     assert difference(float("nan"), float("nan"))

@@ -19,9 +19,11 @@ TRAINERS = 2
 
 
 class Table(nn.EmbeddingBag):
+    """The random numbers are its own: both tables may be made at the same time, in one process."""
+
     def __init__(self, words: int, width: int, seed: int) -> None:
-        torch.manual_seed(seed)
-        super().__init__(words, width, mode="sum")
+        weight = torch.randn(words, width, generator=torch.Generator().manual_seed(seed))
+        super().__init__(words, width, mode="sum", _weight=weight)
 
 
 class Model(nn.Module):

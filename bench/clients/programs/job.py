@@ -34,7 +34,7 @@ def free_port() -> int:
 
 
 def options(port: int) -> Any:
-    return rpc.TensorPipeRpcBackendOptions(num_worker_threads=8, init_method=f"tcp://127.0.0.1:{port}")
+    return rpc.TensorPipeRpcBackendOptions(num_worker_threads=32, init_method=f"tcp://127.0.0.1:{port}")
 
 
 def tiny() -> bool:
