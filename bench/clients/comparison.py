@@ -69,7 +69,8 @@ class Comparison:
         """Whether farprop is to blame: another result than torch has each time, or a failure where torch has none."""
         if self.left_out:
             return False
-        return ("farprop" in self.failures and "torch" not in self.failures) or self.verdict.startswith("differs on farprop")
+        fails_alone = "farprop" in self.failures and "torch" not in self.failures
+        return fails_alone or self.verdict.startswith("differs on farprop")
 
     def row(self) -> list[str]:
         times: list[str] = []

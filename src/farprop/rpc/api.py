@@ -366,7 +366,7 @@ def _all_gather(
 ) -> dict[str, Any]:
     """Every worker's ``obj`` by name, on every worker. All of ``worker_names`` (default: all) have to call it.
 
-    The worker whose name sorts first lets the others go when it is through itself: what they do next is often to call it.
+    The worker whose name sorts first lets the others go when it is through: what they do next is often to call it.
     """
     return _gather(obj, worker_names, timeout)
 
