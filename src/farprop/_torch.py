@@ -317,6 +317,23 @@ preserve_version: Any = _find(
     "DistributedDataParallel of modules with buffers that a graph has saved, two forward passes before a backward",
     lambda tensors: nullcontext(),
 )
+_BACKENDS = "groups that derive from torch's class and leave some collectives to its backends"
+_device_types: Any = _find("torch.distributed.ProcessGroup._device_types", _BACKENDS, None)
+_get_backend: Any = _find("torch.distributed.ProcessGroup._get_backend", _BACKENDS, None)
+_register_backend: Any = _find("torch.distributed.ProcessGroup._register_backend", _BACKENDS, None)
+_has_backends: Final = None not in (_device_types, _get_backend, _register_backend)
+
+
+def without_overrides(group: Any) -> Any:
+    """A group of torch's own class with the backends of one that derives from it."""
+    if not _has_backends:
+        return group
+    plain: Any = dist.ProcessGroup(dist.ProcessGroup.rank(group), dist.ProcessGroup.size(group))  # type: ignore[call-arg]
+    for device in _device_types.__get__(group):
+        _register_backend(plain, device, dist.ProcessGroup.BackendType.CUSTOM, _get_backend(group, device))
+    return plain
+
+
 # The mesh that one is a slice of; itself if it is none.
 root_mesh: Any = _find(
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",

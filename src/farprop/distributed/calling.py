@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from farprop._torch import without_overrides
 from farprop.errors import CollectiveError, CollectiveTimeoutError, renewed, without_frames
 
 NO_TIMEOUT = timedelta(0)
@@ -28,6 +29,20 @@ def rank_of(group: dist.ProcessGroup) -> int:
 def size_of(group: dist.ProcessGroup) -> int:
     """How many ranks there are, as C++ sees it: groups that average by themselves may tell C++ that it is one."""
     return dist.ProcessGroup.size(group)
+
+
+def implementer(group: dist.ProcessGroup, collective: str) -> dist.ProcessGroup:
+    """The group to call a collective on: one that leaves it to its backends may not be called from Python itself.
+
+    Torch holds the interpreter's lock then, until the backend has taken the call. A thread of Gloo's that lets go of
+    earlier tensors waits for that lock, with the one of the backend's queue in its hands: both would wait for ever.
+    Torch's own C++ code has no tensors that Python knows of.
+    """
+    kind = type(group)
+    is_overridden = getattr(kind, collective) is not getattr(dist.ProcessGroup, collective)
+    if kind is dist.ProcessGroup or is_overridden or collective in getattr(group, "__dict__", ()):
+        return group
+    return without_overrides(group)  # type: ignore[no-any-return]
 
 
 def wait_for(work: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from farprop._torch import queue_callback
-from farprop.distributed.calling import rank_of, result_of, wait_for
+from farprop.distributed.calling import implementer, rank_of, result_of, wait_for
 from farprop.errors import ReductionError, UsageError
 from farprop.nn.parallel.graph import leaves_behind
 from farprop.nn.parallel.homes import Home, InContext, InGrad
@@ -52,6 +52,7 @@ class Reducer:
         is_static: bool,
     ) -> None:
         self.group = group
+        self._allreduces = implementer(group, "allreduce")
         self._parameters, self._names, self._sparse = list(parameters), list(names), list(sparse)
         self._known = [
             Parameter(name, leaf.numel() * leaf.element_size(), (leaf.dtype, leaf.device), is_sparse)
@@ -155,7 +156,7 @@ class Reducer:
             raise UsageError("With static_graph=True every rank has to have an input, or it can't learn the graph.")
         futures = [self._reduce(number, bucket.zeros()) for number, bucket in enumerate(self._memory.buckets)]
         if self._tells_use:
-            self._use.launch(self.group)
+            self._use.launch(self._allreduces)
         for future in futures:
             result_of(future)
         self._use.wait()
@@ -234,13 +235,13 @@ class Reducer:
             self._memory.fill(number, self._home, self._scale)
             bucket.future = self._reduce(number, bucket.flat)
         if tells_use and self._machine.state is State.LAUNCHED:
-            self._use.launch(self.group)
+            self._use.launch(self._allreduces)
 
     def _reduce(self, number: int, buffer: torch.Tensor) -> Any:
         buckets = self._memory.buckets
         bucket = GradBucket(buckets[number], number, number == len(buckets) - 1, buffer)
         if self._hook is None:
-            return reduce_by_sum(self.group, bucket)
+            return reduce_by_sum(self._allreduces, bucket)
         hook, state = self._hook
         return checked_future(hook, hook(state, bucket))
 
@@ -280,7 +281,7 @@ class Reducer:
 
     def _of_rank_0(self, numbers: Sequence[int]) -> list[int]:
         tensor = torch.tensor(numbers, dtype=torch.int32, device=self._parameters[0].device)
-        wait_for(self.group.broadcast([tensor], dist.BroadcastOptions()))
+        wait_for(implementer(self.group, "broadcast").broadcast([tensor], dist.BroadcastOptions()))
         return tensor.tolist()
 
     def _new_memory(self) -> Memory:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from farprop._torch import broadcast_coalesced
-from farprop.distributed.calling import rank_of, size_of, wait_for
+from farprop.distributed.calling import implementer, rank_of, size_of, wait_for
 from farprop.errors import UsageError
 
 _BROADCAST_BYTES = 250 * 1024 * 1024
@@ -28,7 +28,7 @@ def check_same(group: dist.ProcessGroup, names: Sequence[str], parameters: Seque
     there = torch.zeros(heads[0][1], dtype=torch.uint8, device=device)
     if rank_of(group) == 0:
         there.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    wait_for(group.broadcast([there], dist.BroadcastOptions()))
+    wait_for(implementer(group, "broadcast").broadcast([there], dist.BroadcastOptions()))
     if all(head == heads[0] for head in heads):
         return
     others = [rank for rank, head in enumerate(heads) if head != heads[0]]
@@ -56,7 +56,7 @@ def _digest(text: bytes) -> int:
 
 def _of_all_ranks(group: dist.ProcessGroup, tensor: torch.Tensor) -> list[list[int]]:
     outputs = [torch.empty_like(tensor) for _ in range(size_of(group))]
-    wait_for(group.allgather([outputs], [tensor], AllgatherOptions()))
+    wait_for(implementer(group, "allgather").allgather([outputs], [tensor], AllgatherOptions()))
     return [output.tolist() for output in outputs]
 
 
@@ -66,4 +66,4 @@ def spread(group: dist.ProcessGroup, tensors: Iterable[torch.Tensor], rank: int)
     # own that calls its base, and does not call a group's broadcast that is written in Python.
     found = [tensor.detach() for tensor in tensors]
     if found:
-        broadcast_coalesced(group, found, _BROADCAST_BYTES, rank)
+        broadcast_coalesced(implementer(group, "broadcast"), found, _BROADCAST_BYTES, rank)
