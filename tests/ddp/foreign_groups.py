@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import FakeProcessGroup, _create_work_from_future
 from torch.futures import Future
 
 Log = Counter[tuple[str, int]]
@@ -175,18 +175,30 @@ class RenamedGroup(DirectGroup):
         return 1000
 
 
-class SubsetGroup(Foreign, dist.ProcessGroup):
-    """Has a backend of torch's, and overrides one method alone."""
+class GlooGroup(Foreign, dist.ProcessGroup):
+    """Has the backend of another group, and overrides one method alone."""
 
     def __init__(self, inner: dist.ProcessGroup, kind: str) -> None:
         dist.ProcessGroup.__init__(self, inner.rank(), inner.size())
-        backend = inner._get_backend(torch.device("cpu"))
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self.use(inner._get_backend(torch.device("cpu")), dist.ProcessGroup.BackendType.GLOO)
         self.set_up(inner, kind)
+
+    def use(self, backend: Any, kind: Any) -> None:
+        self._register_backend(torch.device("cpu"), kind, backend)
+        self._set_default_backend(kind)
 
     def allreduce(self, tensors, opts):
         return self.work("allreduce", tensors, tensors, lambda: self.inner.allreduce(tensors, opts))
+
+
+class SubsetGroup(GlooGroup):
+    """The same with a backend that has no thread of its own: with Gloo's, torch's class hangs now and then."""
+
+    def __init__(self, inner: dist.ProcessGroup, kind: str) -> None:
+        dist.ProcessGroup.__init__(self, inner.rank(), inner.size())
+        backend = FakeProcessGroup._create_internal(inner.rank(), inner.size())
+        self.use(backend, dist.ProcessGroup.BackendType.CUSTOM)
+        self.set_up(inner, kind)
 
 
 GROUPS = {"direct": DirectGroup, "renamed": RenamedGroup, "subset": SubsetGroup}

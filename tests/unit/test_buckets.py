@@ -50,7 +50,7 @@ def run(seed: int) -> None:
     times = [dice.choice([0, 1, 1, 2]) for _ in known] if is_static else [1] * len(known)
     made = assign(known, reversed(everything), first, limit)
     ranks = [Reduction(known, made, number, is_static) for number in range(2)]
-    order_of_first: list[int] = []
+    order: list[int] = []
     for iteration in range(4):
         launched = []
         for number, machine in enumerate(ranks):
@@ -86,12 +86,15 @@ def run(seed: int) -> None:
             machine.validate()
             assert not machine.ready(dice.choice(everything))  # at rest
             launched.append(log)
-            if iteration == 0 and number == 0:
-                order_of_first = list(machine.order)
-                assert [index for index in machine.order if index in events] == list(dict.fromkeys(events))
+            # A static graph's first iteration does not know which gradient is the last of its parameter.
+            assert machine.is_order_known == (iteration >= is_static)
+            if iteration == is_static and number == 0:
+                order = list(machine.order)
+                assert [index for index in order if index in events] == list(dict.fromkeys(events[::-1]))[::-1]
+                assert order[len(set(events)) :] == sorted(set(everything) - set(events)), "what is unused comes last"
         assert launched[0] == launched[1] == list(range(len(made)))
-        if iteration == 0:
-            made = assign(known, order_of_first, first, limit)
+        if iteration == is_static:
+            made = assign(known, order, first, limit)
             for machine in ranks:
                 machine.set_buckets(made)
                 machine.validate()
@@ -160,9 +163,13 @@ def _forget_unused(machine: Reduction, index: int) -> None:
     machine._came[index] = machine._times[index]
 
 
-def _forget_order(machine: Reduction, index: int) -> None:
-    if not machine.is_order_known:
-        machine.order.insert(0, index)
+def _forget_order(machine: Reduction) -> None:
+    """As ``finish``, but what has come is in the order of the parameters."""
+    _finish(machine)
+    machine.order.sort()
+
+
+_finish = Reduction.finish
 
 
 def _ignore_first(known: list[Parameter], order: list[int], first: int, limit: int) -> object:
@@ -181,7 +188,7 @@ _assign = buckets.assign
     [
         (Reduction, "_full", _launch_when_any),
         (Reduction, "_mark", _forget_unused),
-        (Reduction, "_note_order", _forget_order),
+        (Reduction, "finish", _forget_order),
         (Reduction, "_reset", lambda machine: None),
         (None, "assign", _ignore_first),
         (None, "assign", _mix_kinds),

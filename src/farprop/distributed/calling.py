@@ -90,7 +90,11 @@ def tensor_of(value: Any) -> torch.Tensor:
 
     Raises:
         CollectiveError: there is no such thing in it.
+        Exception: that one is in it. ``Future.set_exception`` puts it there, and what raises it in ``wait`` gets lost
+            when torch makes a work of the future.
     """
+    if isinstance(value, Exception):
+        raise renewed(without_frames(value))
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
