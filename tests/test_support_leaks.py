@@ -204,6 +204,21 @@ def test_shared_memory_of_a_stranger_does_not_count(monkeypatch):
     assert unnamed == set()
 
 
+def test_semaphores_of_a_stranger_do_not_count(monkeypatch):
+    code = (
+        "import multiprocessing as mp; s = mp.get_context('spawn').Lock(); print(s._semlock.name, flush=True); input()"
+    )
+    before = leaks.snapshot()
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        name = "sem." + process.stdout.readline().decode().strip().lstrip("/")
+        new = leaks.snapshot().since(before)
+        assert name in new.shared_memory
+        monkeypatch.setattr(leaks, "_descendants", lambda pid: {os.getpid()})
+        assert name not in leaks._without_strangers(new).shared_memory
+        process.communicate(b"\n")
+
+
 def test_the_fixture_fails_a_test_that_leaks(pytester, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     pytester.makeconftest(

@@ -212,16 +212,24 @@ def _without_strangers(new: Snapshot) -> Snapshot:
     if not new.shared_memory:
         return new
     ours = _descendants("self")
-    held: set[str] = set()
+    held: set[int] = set()  # by inode: the C library makes a semaphore under another name than it has later
     for pid in filter(str.isdigit, os.listdir("/proc")):
         if int(pid) not in ours:
             try:
                 with open(f"/proc/{pid}/maps", errors="replace") as maps:
-                    held.update(re.findall(r" /dev/shm/([^\n]*)", maps.read()))
+                    held.update(map(int, re.findall(r" (\d+) +/dev/shm/", maps.read())))
             except OSError:
                 pass  # it has ended, or is not ours to look at
     values = {f.name: getattr(new, f.name) for f in fields(new)}
-    return Snapshot(**{**values, "shared_memory": new.shared_memory - held})
+    return Snapshot(**{**values, "shared_memory": frozenset(n for n in new.shared_memory if _inode(n) not in held)})
+
+
+def _inode(name: str) -> int:
+    """Of an entry of the directory; -1 if it has gone."""
+    try:
+        return os.stat(f"/dev/shm/{name}").st_ino
+    except OSError:
+        return -1
 
 
 def _descendants(pid: int | str) -> set[int]:
