@@ -111,3 +111,21 @@ def _in_a_group_that_comes_and_goes(rank: int) -> None:
 
 def test_groups_that_come_and_go() -> None:
     run_workers(_in_a_group_that_comes_and_goes, 2)
+
+
+def _waits_in_its_store(rank: int) -> None:
+    rpc.init_rpc(f"worker{rank}", rank=rank)
+    if rank == 1:
+        _agent().store.set("worker1 waits", "")
+        _agent().store.wait(["worker0 is done"])
+    else:
+        _agent().store.wait(["worker1 waits"])
+        # Both look into the store of worker 1, whose main thread waits in it now or in a moment.
+        for _ in range(20):
+            rpc.rpc_sync("worker1", _utils._update_group_membership, args=(_agent().get_worker_info(), [], {}, True))
+        _agent().store.set("worker0 is done", "")
+    rpc.shutdown()
+
+
+def test_a_wait_in_the_agents_store_holds_up_nobody() -> None:
+    run_workers(_waits_in_its_store, 2)

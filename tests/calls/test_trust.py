@@ -83,8 +83,8 @@ def _secret_files() -> list[tuple[str, int]]:
     return [(name, (directory / name).stat().st_mode & 0o777) for name in os.listdir(directory)]
 
 
-def test_the_found_secret_is_private_and_gone_when_all_have_joined() -> None:
-    with cluster(2) as c:
+def test_the_found_secret_is_private_and_gone_when_all_have_joined(tmp_path: Path) -> None:
+    with cluster(2, env={"XDG_RUNTIME_DIR": str(tmp_path)}) as c:
         assert c.run(0, _secret_files) == []
 
 

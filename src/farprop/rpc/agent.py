@@ -94,7 +94,7 @@ class TensorPipeAgent(RpcAgent):
     @property
     def store(self) -> Any:
         """Where the workers of the job have met; None after the shutdown."""
-        return self._group.store
+        return self._group.users_store()
 
     def _get_backend_options(self) -> _TensorPipeRpcBackendOptionsBase:
         return self._options

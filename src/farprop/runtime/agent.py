@@ -670,7 +670,7 @@ class Agent:
             link.lose("this worker shut down")
         self._server.close()
         self._loop.close(timeout)
-        self._group.store = None  # exceptions may keep us alive, and with us the store's sockets
+        self._group.forget_store()
 
 
 def _shown(name: bytes | None, function: Any) -> str:

@@ -31,6 +31,7 @@ class Group:
         self.joined = threading.Event()
         self.entries: dict[str, Entry] = {}
         self._place = 0
+        self._users_store: Any = None
 
     def join(self, own_entry: Entry, seconds: float) -> None:
         """Meet the others. Returns when all are there, in a static group; raises if they can't be a group."""
@@ -47,6 +48,16 @@ class Group:
             return False
         rendezvous.leave(self.store, own_entry, self._place)
         return not rendezvous.members(self.store)
+
+    def users_store(self) -> Any:
+        """The store, for the program. Not our own client of it: whoever waits in that keeps this worker out."""
+        if self._users_store is None and self.store is not None:
+            self._users_store = self.store.clone()
+        return self._users_store
+
+    def forget_store(self) -> None:
+        """Exceptions may keep this object alive: they must not keep the store's sockets open."""
+        self.store = self._users_store = None
 
     def find(self, worker: str | int) -> Entry | None:
         """The entry of a worker with this name or rank, if it is known already."""
