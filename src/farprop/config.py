@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from farprop.errors import UsageError
 
@@ -19,9 +19,11 @@ class Settings:
     interface: str | None = None
     host_name: str = ""
     port_range: tuple[int, int] | None = None
-    secret: str | None = None
+    secret: str | None = field(default=None, repr=False)
     secret_file: str | None = None
     insecure: bool = False
+    tls: bool = True
+    tls_files: tuple[str, str, str] | None = None  # certificate, key and CA
     max_message_bytes: int = 16 * GIB
     shm_pool_bytes: int = GIB
     autograd_mode: str = "smart"
@@ -46,10 +48,31 @@ class Settings:
             port_range=_port_range(env.get("FARPROP_PORT_RANGE")),
             secret=env.get("FARPROP_SECRET") or None,
             secret_file=env.get("FARPROP_SECRET_FILE") or None,
-            insecure=env.get("FARPROP_INSECURE", "") not in ("", "0"),
+            insecure=_switch(env, "FARPROP_INSECURE", False),
+            tls=_switch(env, "FARPROP_TLS", True),
+            tls_files=_tls_files(env),
             max_message_bytes=_bytes(env, "FARPROP_MAX_MESSAGE_BYTES", cls.max_message_bytes),
             shm_pool_bytes=_bytes(env, "FARPROP_SHM_POOL_BYTES", cls.shm_pool_bytes),
         )
+
+
+def _switch(env: Mapping[str, str], name: str, default: bool) -> bool:
+    text = env.get(name, "")
+    if text not in ("", "0", "1"):
+        raise UsageError(f"{name}={text!r} is not known: use 0 or 1.")
+    return text == "1" if text else default
+
+
+def _tls_files(env: Mapping[str, str]) -> tuple[str, str, str] | None:
+    certificate, key, ca = (env.get(f"FARPROP_TLS_{what}", "") for what in ("CERT", "KEY", "CA"))
+    if not (certificate or key or ca):
+        return None
+    if not (certificate and key and ca):
+        raise UsageError(
+            "FARPROP_TLS_CERT, FARPROP_TLS_KEY and FARPROP_TLS_CA go together: this worker's certificate and its key, "
+            "and the certificate of the authority that signed those of all workers. Set all three or none."
+        )
+    return certificate, key, ca
 
 
 def _port_range(text: str | None) -> tuple[int, int] | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import os
 import random
 import resource
 import socket
 import struct
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from hypothesis import strategies as st
 
 import farprop.rpc as rpc
 from farprop.errors import AuthenticationError
-from farprop.protocol.handshake import READY, Dialler
+from farprop.protocol.handshake import Dialler
+from farprop.protocol.roster import Identity
 from farprop.runtime.current import current_agent
+from farprop.runtime.dialling import SomebodyElse
 from farprop.wire.frames import REQUEST, pack
 from tests.calls import functions as f
+from tests.support.peers import dial_as, hangs_up, own_entry, own_keys, receive
 from tests.support.workers import Cluster, cluster, run_workers
 
 pytestmark = pytest.mark.one_transport  # it chooses its own
@@ -79,7 +83,7 @@ def test_workers_that_share_no_place_to_find_a_secret_are_told_to_set_one(tmp_pa
 
 
 def _secret_files() -> list[tuple[str, int]]:
-    directory = current_agent()._secret.file.parent  # type: ignore[union-attr]
+    directory = current_agent()._secret.found.file.parent  # type: ignore[union-attr]
     return [(name, (directory / name).stat().st_mode & 0o777) for name in os.listdir(directory)]
 
 
@@ -120,18 +124,6 @@ def _connect(c: Cluster, kind: str) -> socket.socket:
     return connection
 
 
-def _closes(connection: socket.socket) -> bool:
-    """Whether the worker hangs up."""
-    try:
-        while connection.recv(4096):
-            pass
-    except ConnectionError:
-        pass
-    except TimeoutError:
-        return False
-    return True
-
-
 def _serves(c: Cluster) -> None:
     assert c.run(1, rpc.rpc_sync, "worker0", f.add, (1,)) == 2
     assert c.run(0, rpc.rpc_sync, "worker1", f.add, (1,)) == 2
@@ -154,7 +146,7 @@ def test_nothing_is_unpickled_before_the_proof(kind: str, tmp_path: Path) -> Non
     path = tmp_path / "boom"
     bomb = pickle.dumps(((Bomb(str(path)),), {}))
     request = pack(REQUEST, 0, 1, 0.0, b"builtins:print", bomb)
-    hello = Dialler(b"wrong key" * 4, b'["worker1", 1, "x"]', os.urandom(32)).start()
+    hello = Dialler(b"wrong key" * 4, b"worker1", b"worker0", b"unix", os.urandom(32)).start()
     with cluster(2) as c:
         # The last bytes take away any hope that more might make sense of it.
         flood = b"\xff" * 2000
@@ -164,42 +156,43 @@ def test_nothing_is_unpickled_before_the_proof(kind: str, tmp_path: Path) -> Non
                     connection.sendall(data)
                 except ConnectionError:
                     continue
-                assert _closes(connection)
+                assert hangs_up(connection)
         _serves(c)
     assert not path.exists()
 
 
-def _key() -> bytes:
-    return current_agent()._secret.key
-
-
-def _prove(connection: socket.socket, key: bytes, identity: bytes) -> None:
-    machine = Dialler(key, identity, os.urandom(32))
-    connection.sendall(machine.start())
-    while machine.state != READY:
-        data = connection.recv(512)
-        if not data:
-            raise AuthenticationError("refused")
-        connection.sendall(machine.receive(data))
-
-
 def test_who_knows_the_secret_but_is_not_of_the_group_is_refused() -> None:
     with cluster(2) as c:
-        key = c.run(0, _key)
-        for identity in (json.dumps(["stranger", 5, "abc"]).encode(), b"not json at all"):
-            with _connect(c, "tcp") as connection, pytest.raises(AuthenticationError, match="refused"):
-                _prove(connection, key, identity)
+        keys, entry, other = c.run(0, own_keys), c.run(0, own_entry), c.run(1, own_entry).identity
+        for stranger in (
+            Identity("stranger", 5, "abc", 1 << 30),
+            other._replace(rank=0),
+            other._replace(name="worker7"),
+            other._replace(instance="another start"),
+        ):
+            for kind in ("tcp", "unix"):
+                with pytest.raises(AuthenticationError, match="not a worker of this group"):
+                    dial_as(stranger, keys, entry, kind)
         _serves(c)
 
 
-def _instance(rank: int) -> str:
-    return str(current_agent()._group.entries[f"worker{rank}"].instance)
+def test_a_dial_that_means_another_worker_is_refused() -> None:
+    """As when somebody leads it to another worker of the same job."""
+    with cluster(2) as c:
+        keys, entry, other = c.run(0, own_keys), c.run(0, own_entry), c.run(1, own_entry)
+        for meant in (
+            dataclasses.replace(other, tcp=entry.tcp),
+            dataclasses.replace(entry, instance="before"),
+            dataclasses.replace(entry, rank=1),
+        ):
+            with pytest.raises(SomebodyElse, match="worker0"):
+                dial_as(other.identity, keys, meant)
+        _serves(c)
 
 
 def test_broken_frames_of_a_proven_peer_close_its_connection_alone() -> None:
     with cluster(2) as c:
-        key = c.run(0, _key)
-        identity = json.dumps(["worker1", 1, c.run(0, _instance, 1)]).encode()
+        keys, entry, identity = c.run(0, own_keys), c.run(0, own_entry), c.run(1, own_entry).identity
         good = pack(REQUEST, 0, 1, 0.0, b"builtins:abs", b"\x80\x05K\x01\x85}\x86.")
         broken = [
             b"\xff" * 64,
@@ -212,13 +205,11 @@ def test_broken_frames_of_a_proven_peer_close_its_connection_alone() -> None:
         ]
         before = c.run(0, _rss)
         for data in broken:
-            with _connect(c, "tcp") as connection:
-                _prove(connection, key, identity)
+            with closing(dial_as(identity, keys, entry)) as connection:
                 connection.sendall(data)
-                assert _closes(connection), data
+                assert hangs_up(connection), data
         # Truncated: the peer goes away in the middle of a frame.
-        with _connect(c, "unix") as connection:
-            _prove(connection, key, identity)
+        with closing(dial_as(identity, keys, entry, "unix")) as connection:
             connection.sendall(good[:-3])
         _serves(c)
         assert c.run(0, _rss) - before < 100 << 20
@@ -226,17 +217,15 @@ def test_broken_frames_of_a_proven_peer_close_its_connection_alone() -> None:
 
 def test_a_bad_pickle_of_a_proven_peer_is_an_answer_not_a_crash() -> None:
     with cluster(2) as c:
-        key = c.run(0, _key)
-        identity = json.dumps(["worker1", 1, c.run(0, _instance, 1)]).encode()
-        with _connect(c, "tcp") as connection:
-            _prove(connection, key, identity)
+        keys, entry, identity = c.run(0, own_keys), c.run(0, own_entry), c.run(1, own_entry).identity
+        with closing(dial_as(identity, keys, entry)) as connection:
             for name, meta in (
                 (b"builtins:abs", b"garbage"),
                 (b"no.such:thing", b"\x80\x05)}\x86."),
                 (b"\xff\xfe", b""),
             ):
                 connection.sendall(pack(REQUEST, 0, 1, 0.0, name, meta))
-                assert connection.recv(65536)[0] == 3  # a FAILURE frame
+                assert receive(connection)[0] == 3  # a FAILURE frame
         _serves(c)
 
 
@@ -247,7 +236,7 @@ def test_a_bad_pickle_of_a_proven_peer_is_an_answer_not_a_crash() -> None:
 )
 @given(data=st.binary(min_size=1, max_size=2000), valid=st.integers(0, 42), kind=st.sampled_from(["tcp", "unix"]))
 def _fuzz(c: Cluster, addresses: Any, data: bytes, valid: int, kind: str) -> None:
-    hello = Dialler(b"k" * 32, b"x", os.urandom(32)).start()
+    hello = Dialler(b"k" * 32, b"x", b"y", b"unix", os.urandom(32)).start()
     if kind == "tcp":
         connection = socket.create_connection(addresses[0])
     else:

@@ -42,8 +42,8 @@ def test_what_is_added_to_a_map_has_to_fit_it() -> None:
 
 def entry(rank: int, maps: dict[str, dict[str, str]], cuda_devices: int = 2, devices: Any = ()) -> Entry:
     return Entry(
-        f"w{rank}", rank, 2, f"i{rank}", ("127.0.0.1", 5), "u", "n", "host", 9, "same", True, maps, list(devices),
-        cuda_devices,
+        f"w{rank}", rank, 2, f"i{rank}", ("127.0.0.1", 5), "u", "n", "host", 9, True, device_maps=maps,
+        devices=list(devices), cuda_devices=cuda_devices,
     )  # fmt: skip
 
 

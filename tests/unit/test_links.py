@@ -64,7 +64,7 @@ def make_link(loop: StillLoop | None = None) -> tuple[Link, socket.socket, Still
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     loop = loop or StillLoop()
     link = Link(loop, "peer", 1, lambda *_: None, lambda *_: None)  # type: ignore[arg-type]
-    connection = Connection(ours, "peer", SegmentPool(0), 1 << 20, link.want_output, lambda: None)
+    connection = Connection(ours, "peer", SegmentPool(0), 1 << 20, 1 << 20, link.want_output, lambda: None)
     link.attach(connection)
     connection.open_passage()
     theirs.recv(1000)
@@ -160,7 +160,7 @@ def test_nothing_can_be_sent_on_a_closed_connection(more: bool) -> None:
 def test_a_connection_whose_passage_can_not_be_opened_leaves_no_socket() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     theirs.close()
-    connection = Connection(ours, "peer", SegmentPool(0), 1 << 20, lambda _: None, lambda: None)
+    connection = Connection(ours, "peer", SegmentPool(0), 1 << 20, 1 << 20, lambda _: None, lambda: None)
     before = set(os.listdir("/proc/self/fd"))
     gc.disable()
     try:

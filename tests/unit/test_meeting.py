@@ -7,6 +7,10 @@ import functools
 import json
 import os
 import pickle
+import re
+import secrets
+import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,17 +21,20 @@ from hypothesis import strategies as st
 from farprop.config import Settings
 from farprop.errors import AuthenticationError, ProtocolError, RendezvousError, UsageError
 from farprop.ids import WorkerInfo
-from farprop.protocol.roster import Entry, judge, verdict_from_json, verdict_to_json
+from farprop.protocol.roster import Entry, Identity, different_secrets, judge, verdict_from_json, verdict_to_json
+from farprop.protocol.signing import CALLS, GROUP, Keys, Unsigned
+from farprop.runtime import found_secret
 from farprop.runtime.agent import Agent
 from farprop.runtime.dialling import Unresponsive
+from farprop.runtime.found_secret import FoundSecret
 from farprop.runtime.group import Group
-from farprop.runtime.secret import find_secret
+from farprop.runtime.secret import check_settings, find_secret
 from farprop.runtime.survival import is_certain
 from farprop.wire.functions import FunctionNotFound, name_of, resolve
 
 
 def entry(rank: int, **changes: object) -> Entry:
-    made = Entry(f"w{rank}", rank, 2, f"i{rank}", ("127.0.0.1", 5), "u", "n", "host", 9, "same", True)
+    made = Entry(f"w{rank}", rank, 2, f"i{rank}", ("127.0.0.1", 5), "u", "n", "host", 9, True)
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -43,8 +50,7 @@ def test_a_good_roster_passes_and_survives_json() -> None:
     [
         ({"name": "w0"}, "'w0' is not unique: rank 0 on host, rank 1 on host"),
         ({"world_size": 3}, "w1 says 3"),
-        ({"fingerprint": "other"}, "share no secret"),
-        ({"fingerprint": "other", "own_secret": False}, "w0 has no FARPROP_SECRET"),
+        ({"tls": False}, "FARPROP_TLS=0 is set on w1"),
     ],
 )
 def test_each_problem_is_said(second: dict[str, object], says: str) -> None:
@@ -56,12 +62,95 @@ def test_each_problem_is_said(second: dict[str, object], says: str) -> None:
         verdict_from_json(verdict_to_json(entries, problem))
 
 
-@settings(max_examples=200)
-@given(text=st.one_of(st.text(), st.binary(), st.from_regex(r'\{"(problem|workers|tcp)": .*\}')))
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        (True, True, r"w0 \(host\) and w1 \(host\) share no secret"),
+        (True, False, "w0 has no FARPROP_SECRET"),
+        (False, True, "w1 has no FARPROP_SECRET"),
+        (False, False, "w0 and w1 have different secrets, or somebody else"),
+    ],
+)
+def test_different_secrets_are_explained(first: bool, second: bool, says: str) -> None:
+    pair = entry(0, own_secret=first), entry(1, own_secret=second)
+    for own, other in (pair, pair[::-1]):
+        assert re.match(says, different_secrets(own, other.to_json().encode(), "worker/1"))
+    assert "'worker/1' in the store is not signed" in different_secrets(pair[0], b"\xff{", "worker/1")
+
+
+GARBAGE = st.one_of(
+    st.text(),
+    st.binary(),
+    st.from_regex(r'\{"(problem|workers|tcp)": .*\}'),
+    st.sampled_from([b"[" * 100_000, b'{"workers":' * 50_000, b"1e999", b"\xff\xfe", b'{"rank": 1e999}']),
+)
+CHANGES = st.dictionaries(
+    st.sampled_from([field.name for field in dataclasses.fields(Entry)]),
+    st.recursive(
+        st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=2000)),
+        lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(), inner, max_size=3)),
+        max_leaves=5,
+    ),
+    max_size=3,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=GARBAGE)
 def test_whatever_the_store_holds_is_an_entry_or_a_rendezvous_error(text: str | bytes) -> None:
     for read in (Entry.from_json, verdict_from_json):
         with pytest.raises(RendezvousError):
             read(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(changes=CHANGES)
+def test_an_entry_with_other_fields_is_one_of_the_right_types_or_an_error(changes: dict[str, object]) -> None:
+    fields = {**dataclasses.asdict(entry(1)), **changes}
+    try:
+        read = Entry.from_json(json.dumps(fields))
+    except RendezvousError:
+        return
+    assert isinstance(read.rank, int)
+    assert isinstance(read.tcp, tuple)
+    assert Entry.from_json(read.to_json()) == read
+    assert Identity.from_bytes(read.identity.to_bytes()) == read.identity
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.binary(max_size=300))
+def test_an_identity_is_one_or_a_protocol_error(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="makes no sense"):
+        Identity.from_bytes(data)
+
+
+KEYS = Keys(b"k" * 32, "job", CALLS)
+
+
+def test_what_was_signed_is_read_where_it_was_put() -> None:
+    value = KEYS.sign("worker/1", "text").encode()
+    assert KEYS.read("worker/1", value) == b"text"
+    assert KEYS.read("e", KEYS.sign("e", "").encode()) == b""
+    others = [Keys(b"x" * 32, "job", CALLS), Keys(b"k" * 32, "another", CALLS), Keys(b"k" * 32, "job", GROUP)]
+    for keys, name in [(KEYS, "worker/2"), *((other, "worker/1") for other in others)]:
+        with pytest.raises(Unsigned, match=f"'{name}' in the store is not signed"):
+            keys.read(name, value)
+    assert repr(KEYS) == "<Keys>"
+
+
+@settings(max_examples=300, deadline=None)
+@given(value=st.binary(max_size=200), at=st.integers(0, 100), bit=st.integers(0, 7))
+def test_whatever_else_the_store_holds_is_unsigned(value: bytes, at: int, bit: int) -> None:
+    altered = bytearray(KEYS.sign("worker/1", "some text, signed").encode())
+    altered[at % len(altered)] ^= 1 << bit
+    for wrong in (value, bytes(altered)):
+        with pytest.raises(Unsigned):
+            KEYS.read("worker/1", wrong)
+
+
+def alone(_: str, value: str) -> str:
+    """What workers agree on if there is one."""
+    return value
 
 
 def test_worker_info() -> None:
@@ -88,26 +177,91 @@ def test_settings_are_read_from_the_environment() -> None:
 
 def test_a_found_secret_is_shared_private_and_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    first, second = find_secret(Settings(), "job"), find_secret(Settings(), "job")
-    assert first.key == second.key
-    assert first.fingerprint == second.fingerprint
-    assert first.file is not None
-    assert first.file.stat().st_mode & 0o777 == 0o600
-    assert first.file.parent.stat().st_mode & 0o777 == 0o700
-    assert find_secret(Settings(), "other job").key != first.key
-    assert len(os.listdir(first.file.parent)) == 2
-    first.remove_file()
-    assert find_secret(Settings(), "job").key != first.key
-    assert first.key.hex() not in first.fingerprint
+    with closing(FoundSecret("job", alone)) as first, closing(FoundSecret("job", alone)) as second:
+        assert first.text == second.text
+        assert first.file.stat().st_mode & 0o777 == 0o600
+        assert first.file.parent.stat().st_mode & 0o777 == 0o700
+        with closing(FoundSecret("other job", alone)) as other:
+            assert other.text != first.text
+            assert len(os.listdir(first.file.parent)) == 2
+        first.remove()
+        assert not first.file.exists()
+        with closing(FoundSecret("job", alone)) as renewed:
+            assert renewed.text != first.text
 
 
-def test_given_secrets() -> None:
-    a = find_secret(Settings(secret="x" * 20), "job")
-    assert a == find_secret(Settings(secret="x" * 20 + "\n"), "another job")
-    assert a.file is None
-    assert find_secret(Settings(insecure=True), "j").key == find_secret(Settings(insecure=True), "k").key
-    with pytest.raises(UsageError, match="can be guessed"):
-        find_secret(Settings(secret="short"), "job")
+def test_secrets_that_nobody_uses_any_more_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    left_over = FoundSecret("a job whose workers were killed", alone)
+    left_over.close()
+    assert left_over.file.exists()
+    (left_over.file.parent / "half.secret.123.abc").write_text("made by a worker that was killed a moment later")
+    with closing(FoundSecret("job", alone)) as used, closing(FoundSecret("another", alone)) as newer:
+        assert sorted(left_over.file.parent.iterdir()) == sorted([used.file, newer.file])
+
+
+def test_a_directory_that_somebody_else_has_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes first makes another one and says its name; others believe it only if it is theirs alone."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # so what this user makes is another's
+    (tmp_path / f"farprop-{os.geteuid()}").mkdir()
+    monkeypatch.setattr(found_secret, "_usable", lambda path: path.name != f"farprop-{os.geteuid()}")
+    with closing(FoundSecret("job", alone)) as first:
+        said = first.file.parent.name
+        with closing(FoundSecret("job", lambda *_: said)) as second:
+            assert second.text == first.text
+            assert second.file == first.file
+        for lie in ("../elsewhere", "farprop-0-x", f"farprop-{os.geteuid()}-", f"farprop-{os.geteuid()}-missing"):
+            with pytest.raises(UsageError, match="belongs to another user.*Set FARPROP_SECRET"):
+                FoundSecret("job", lambda *_, lie=lie: lie)  # type: ignore[misc]
+        first.remove()
+    assert os.listdir(tmp_path) == [f"farprop-{os.geteuid()}"]
+
+
+def test_given_secrets(tmp_path: Path) -> None:
+    good = "5f2e" + "0123456789abcdef" * 2 + "77"
+    a = find_secret(Settings(secret=good), "job", alone)
+    assert a.key == find_secret(Settings(secret=good + "\n"), "another job", alone).key
+    assert not a.was_found
+    insecure = Settings(insecure=True)
+    assert find_secret(insecure, "j", alone).key == find_secret(insecure, "k", alone).key != a.key
+    assert good not in repr(a) + repr(Settings(secret=good))
+    file = tmp_path / "secret"
+    file.write_text(good)
+    file.chmod(0o600)
+    assert find_secret(Settings(secret_file=str(file)), "job", alone).key == a.key
+    with pytest.raises(UsageError, match="is not a file"):
+        find_secret(Settings(secret_file="/dev/null"), "job", alone)
+
+
+@pytest.mark.parametrize(
+    "weak",
+    [
+        "short",
+        "a" * 16,
+        "a" * 64,
+        "0123456789abcdef" * 2,
+        "1234567890" * 4,
+        "secret" * 10,
+        "password-password",
+        "12" * 30,
+    ],
+)
+def test_secrets_that_can_be_guessed_are_refused(weak: str) -> None:
+    with pytest.raises(UsageError, match="FARPROP_SECRET can be guessed.*token_hex"):
+        find_secret(Settings(secret=weak), "job", alone)
+
+
+def test_random_secrets_are_not_refused() -> None:
+    for _ in range(2000):
+        for made in (
+            secrets.token_hex(16),
+            secrets.token_hex(32),
+            secrets.token_urlsafe(32),
+            secrets.token_urlsafe(22),
+        ):
+            check_settings(Settings(secret=made))
 
 
 def _decorated() -> None: ...
@@ -138,25 +292,23 @@ def test_names_that_lead_nowhere(name: bytes) -> None:
         resolve(name)
 
 
-def test_a_peer_that_comes_while_we_join_is_not_a_stranger() -> None:
-    """It was looked up before this worker had joined, and judged after."""
+def test_who_is_of_a_group() -> None:
     group = Group(None, WorkerInfo("w0", 0), 2)  # type: ignore[arg-type]
-
-    class JoinsMeanwhile(dict[str, Entry]):
-        def get(self, *_: object) -> None:  # type: ignore[override]
-            group.entries = {"w1": entry(1)}
-            group.joined.set()
-
-    group.entries = JoinsMeanwhile()
-    known = WorkerInfo("w1", 1), "i1"
-    assert group.identify(json.dumps(["w1", 1, "i1"]).encode()) == known
+    peer, stranger = entry(1).identity, entry(1, instance="another").identity
+    group.check(stranger)  # this worker has not joined, and knows nobody
     group.entries = {"w1": entry(1)}
     group.joined.set()
-    assert group.identify(json.dumps(["w1", 1, "i1"]).encode()) == known
+    group.check(peer)
+    for other in (stranger, peer._replace(rank=0), peer._replace(name="w0"), peer._replace(max_message_bytes=1)):
+        with pytest.raises(AuthenticationError, match="not a worker of this group"):
+            group.check(other)
+    dynamic = Group(None, WorkerInfo("w0", 0), None)  # type: ignore[arg-type]
+    dynamic.entries = {"w1": entry(1)}
+    dynamic.joined.set()
+    dynamic.check(peer)
+    dynamic.check(stranger)  # it has just come
     with pytest.raises(AuthenticationError, match="not a worker of this group"):
-        group.identify(json.dumps(["w1", 1, "another instance"]).encode())
-    with pytest.raises(ProtocolError, match="makes no sense"):
-        group.identify(b"{}")
+        dynamic.check(peer._replace(rank=5))
 
 
 def test_a_worker_that_is_still_joining_takes_nobody_for_dead() -> None:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from farprop.config import Settings
 from farprop.errors import AuthenticationError, ConnectionLostError, ProtocolError, RpcTimeoutError, UsageError
-from farprop.protocol.roster import Entry
+from farprop.protocol.roster import Entry, Identity
+from farprop.protocol.signing import CALLS, Keys
 from farprop.runtime import survival
 from farprop.runtime.dialling import Dialling, SomebodyElse, Unresponsive
 from farprop.runtime.survival import PATIENCE, Survival, is_certain
@@ -189,7 +191,8 @@ def test_a_worker_that_shuts_down_looks_after_nobody(case: Callable[..., Case]) 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_dialling_one_that_does_not_answer_says_so(kind: str) -> None:
     """The kernel takes the connections of a stopped process, up to a point."""
-    dialling = Dialling(b'["worker0", 0, "mine"]', b"k" * 32, unix_allowed=kind == "unix")
+    keys = Keys(b"k" * 32, "job", CALLS)
+    dialling = Dialling(Identity("worker0", 0, "mine", 1), keys, kind == "unix", Settings())
     name = f"farprop-test-{time.monotonic_ns()}"
     with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
         unix.bind("\0" + name)
@@ -204,7 +207,6 @@ def test_dialling_one_that_does_not_answer_says_so(kind: str) -> None:
             net=dialling.net,
             host="here",
             pid=1,
-            fingerprint="",
             own_secret=False,
         )
         with pytest.raises(Unresponsive, match="does not answer"):

@@ -1,7 +1,6 @@
 """Who is in the job: what a worker publishes about itself, and what rank 0 makes of all of it.
 
-Entries travel as JSON through the store, which nobody authenticates: they are read with suspicion and used only to
-dial, and to find the devices of answers. Rules that hold here:
+Entries travel as JSON through the store, signed (``protocol/signing.py``). Rules that hold here:
 
 - Rank 0 judges all entries and publishes one verdict, so that every worker sees the same roster or the same error.
 - Whatever text comes in, the outcome is a value or ``RendezvousError``.
@@ -9,13 +8,46 @@ dial, and to find the devices of answers. Rules that hold here:
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from typing import Annotated, NamedTuple, TypeVar
 
-from farprop.errors import RendezvousError, UsageError
-from farprop.ids import check_worker_name
+import msgspec
+
+from farprop.errors import ProtocolError, RendezvousError, UsageError
+from farprop.ids import WorkerInfo, check_worker_name
+
+_Text = Annotated[str, msgspec.Meta(max_length=1024)]
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+_T = TypeVar("_T")
+
+
+class Identity(NamedTuple):
+    """Who a worker is in a handshake, and the largest message that it takes."""
+
+    name: str
+    rank: int
+    instance: str
+    max_message_bytes: int
+
+    def to_bytes(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Identity:
+        """Only for what has been authenticated; what makes no sense is a ``ProtocolError`` nevertheless."""
+        try:
+            identity = msgspec.json.decode(data, type=cls)
+            check_worker_name(identity.name)
+        except (msgspec.MsgspecError, ValueError, RecursionError, UsageError) as error:
+            raise ProtocolError(f"a peer's identity makes no sense: {error}") from error
+        return identity
+
+    @property
+    def info(self) -> WorkerInfo:
+        return WorkerInfo(self.name, self.rank)
 
 
 @dataclass(frozen=True)
@@ -23,45 +55,57 @@ class Entry:
     """One worker: its name and rank, where it listens, and how it authenticates."""
 
     name: str
-    rank: int
-    world_size: int  # 0 in a group that workers join and leave
-    instance: str  # random, tells a process from its successor under the same name
-    tcp: tuple[str, int]
-    unix: str  # abstract socket name, or "" when it listens on TCP alone
-    net: str  # network namespace in which the abstract name is known
-    host: str  # for people
+    rank: _Count
+    world_size: _Count  # 0 in a group that workers join and leave
+    instance: _Text  # random, tells a process from its successor under the same name
+    tcp: tuple[_Text, _Port]
+    unix: _Text  # abstract socket name, or "" when it listens on TCP alone
+    net: _Text  # network namespace in which the abstract name is known
+    host: _Text  # for people
     pid: int  # for people
-    fingerprint: str  # equal on workers that have the same secret
     own_secret: bool  # found by itself, not given by FARPROP_SECRET
+    tls: bool = True  # whether its TCP connections are encrypted
+    max_message_bytes: int = 1 << 34  # it takes no larger ones
     # For each worker that it calls, which device there takes what is on a device here: {"w1": {"cuda:0": "cuda:1"}}
-    device_maps: dict[str, dict[str, str]] = field(default_factory=dict)
-    devices: list[str] = field(default_factory=list)  # those that it uses in calls; empty if it did not say
-    cuda_devices: int = 0
+    device_maps: dict[_Text, dict[_Text, _Text]] = field(default_factory=dict)
+    devices: list[_Text] = field(default_factory=list)  # those that it uses in calls; empty if it did not say
+    cuda_devices: _Count = 0
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.name, self.rank, self.instance, self.max_message_bytes)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Entry:
-        try:
-            fields = json.loads(text)
-            fields["tcp"] = str(fields["tcp"][0]), int(fields["tcp"][1])
-            entry = cls(**fields)
-            check_worker_name(entry.name)
-            if not isinstance(entry.rank, int) or not isinstance(entry.unix, str) or not _are_maps(entry.device_maps):
-                raise TypeError("a field has the wrong type")
-        except (ValueError, TypeError, KeyError, IndexError, UsageError) as error:
-            raise RendezvousError(
-                f"The store holds something else where a worker's entry should be ({error}). Do all workers run the "
-                "same farprop, and is the store used by this job alone?"
-            ) from error
+        entry = _decoded(text, cls, "a worker's entry")
+        _check_name(entry)
         return entry
 
 
-def _are_maps(given: object) -> bool:
-    if not isinstance(given, dict) or not all(isinstance(device_map, dict) for device_map in given.values()):
-        return False
-    return all(isinstance(target, str) for device_map in given.values() for target in device_map.values())
+@dataclass(frozen=True)
+class _Verdict:
+    problem: str | None
+    workers: list[Entry]
+
+
+def _decoded(text: str | bytes, kind: type[_T], what: str) -> _T:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise RendezvousError(
+            f"The store holds something else where {what} should be ({error}). Do all workers run the same farprop, "
+            "and is the store used by this job alone?"
+        ) from error
+
+
+def _check_name(entry: Entry) -> None:
+    try:
+        check_worker_name(entry.name)
+    except UsageError as error:
+        raise RendezvousError(f"The store holds a worker's entry with a bad name: {error}") from error
 
 
 def judge(entries: Sequence[Entry]) -> str | None:
@@ -74,42 +118,51 @@ def judge(entries: Sequence[Entry]) -> str | None:
     if len(sizes) > 1:
         said = ", ".join(f"{e.name} says {e.world_size}" for e in entries)
         return f"The workers do not agree on world_size: {said}. Pass the same world_size everywhere."
-    return judge_secrets(entries)
-
-
-def judge_secrets(entries: Sequence[Entry]) -> str | None:
-    if len({entry.fingerprint for entry in entries}) <= 1:
-        return None
-    first = entries[0]
-    other = next(e for e in entries if e.fingerprint != first.fingerprint)
-    if first.own_secret and other.own_secret:
+    plain = [entry.name for entry in entries if not entry.tls]
+    if plain and len(plain) < len(entries):
         return (
-            f"{first.name} ({first.host}) and {other.name} ({other.host}) share no secret: they are on different "
+            f"FARPROP_TLS=0 is set on {', '.join(plain)} and not on the other workers, so they can't talk to each "
+            "other. Set it on all of them or on none."
+        )
+    return None
+
+
+def different_secrets(own: Entry, text: bytes, where: str) -> str:
+    """What to do about an entry that another secret signed. ``text`` may be anybody's: it only helps to say it well."""
+    try:
+        other = Entry.from_json(text)
+    except RendezvousError:
+        return (
+            f"{where!r} in the store is not signed with this job's secret: it was altered, or somebody else wrote it. "
+            "Only the workers of the job should be able to reach the store."
+        )
+    first, second = sorted((own, other), key=lambda entry: entry.rank)
+    if own.own_secret and other.own_secret:
+        return (
+            f"{first.name} ({first.host}) and {second.name} ({second.host}) share no secret: they are on different "
             "hosts, or belong to different users. Set FARPROP_SECRET to the same long random text on every worker "
             '(for example the output of: python -c "import secrets; print(secrets.token_hex(32))"), or '
             "FARPROP_SECRET_FILE to a file that holds it. FARPROP_INSECURE=1 lets anyone who can reach the workers run "
             "code on them."
         )
-    without = [e.name for e in (first, other) if e.own_secret]
+    without = [e.name for e in (first, second) if e.own_secret]
     if without:
         return f"{without[0]} has no FARPROP_SECRET while other workers have one. Set the same on every worker."
     return (
-        f"{first.name} and {other.name} have different secrets. Set FARPROP_SECRET (or FARPROP_SECRET_FILE, or "
-        "FARPROP_INSECURE) to the same on every worker."
+        f"{first.name} and {second.name} have different secrets, or somebody else has written to the store. Set "
+        "FARPROP_SECRET (or FARPROP_SECRET_FILE, or FARPROP_INSECURE) to the same on every worker."
     )
 
 
 def verdict_to_json(entries: Sequence[Entry], problem: str | None) -> str:
-    return json.dumps({"problem": problem, "workers": [] if problem else [asdict(e) for e in entries]})
+    return msgspec.json.encode(_Verdict(problem, [] if problem else list(entries))).decode()
 
 
 def verdict_from_json(text: str | bytes) -> list[Entry]:
     """The roster that rank 0 published; raises its reason if it refused."""
-    try:
-        verdict = json.loads(text)
-        problem, workers = verdict["problem"], [json.dumps(worker) for worker in verdict["workers"]]
-    except (ValueError, TypeError, KeyError) as error:
-        raise RendezvousError(f"Rank 0 published something that is not a roster ({error}).") from error
-    if problem:
-        raise RendezvousError(str(problem))
-    return [Entry.from_json(worker) for worker in workers]
+    verdict = _decoded(text, _Verdict, "rank 0's roster")
+    if verdict.problem:
+        raise RendezvousError(verdict.problem)
+    for entry in verdict.workers:
+        _check_name(entry)
+    return verdict.workers

@@ -182,7 +182,6 @@ def _validate_device_maps(
             net="",
             host="",
             pid=0,
-            fingerprint="",
             own_secret=False,
             device_maps=portable(all_device_maps[name]),
             devices=[str(device) for device in all_devices[name]],

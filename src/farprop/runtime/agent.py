@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -11,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ from farprop.errors import (
 from farprop.ids import GlobalId, WorkerInfo
 from farprop.protocol.references.messages import Fork
 from farprop.protocol.references.records import OwnedValue, UserReference
-from farprop.protocol.roster import Entry
+from farprop.protocol.roster import Entry, Identity
+from farprop.protocol.signing import CALLS, Keys
 from farprop.runtime import rendezvous
 from farprop.runtime.cells import Cell
 from farprop.runtime.creation import CreationCall, ProfiledCreation
@@ -51,6 +52,7 @@ from farprop.transport import sockets
 from farprop.transport.connection import Connection
 from farprop.transport.faulty import FaultyConnection, Judge, Verdict
 from farprop.transport.segments import SegmentPool
+from farprop.transport.tls import Stream
 from farprop.wire.codec import Encoded, encode, encode_call
 from farprop.wire.frames import PROFILED, SYSTEM, Frame
 from farprop.wire.functions import name_of
@@ -90,13 +92,12 @@ class Agent:
         self._group = Group(store, self._info, world_size)
         self._settings = Settings.from_env()
         self.autograd_mode = self._settings.autograd_mode
-        self._secret: Secret = find_secret(self._settings, rendezvous.job_of(store))
-        self._instance = secrets.token_hex(8)
-        self._dialling = Dialling(
-            json.dumps([name, rank, self._instance]).encode(),
-            self._secret.key,
-            self._settings.transport == "auto" and sockets.HAVE_UNIX,
-        )
+        job = rendezvous.job_of(store)
+        self._secret: Secret = find_secret(self._settings, job, partial(rendezvous.agree, store))
+        self._keys = Keys(self._secret.key, job, CALLS)
+        self._identity = Identity(name, rank, secrets.token_hex(8), self._settings.max_message_bytes)
+        unix_allowed = self._settings.transport == "auto" and sockets.HAVE_UNIX
+        self._dialling = Dialling(self._identity, self._keys, unix_allowed, self._settings)
         self._pool = SegmentPool(self._settings.shm_pool_bytes)
         self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
@@ -117,9 +118,10 @@ class Agent:
         self._server = Server(
             self._loop,
             name,
-            self._dialling.listener,
+            self._dialling.accepted,
             self._new_connection,
             self._check_peer,
+            self._group.check,
             self._on_peer_lost,
             self.references,
             self.gradients.contexts,
@@ -146,20 +148,21 @@ class Agent:
         self._server.listen(tcp)
         unix = ""
         if self._dialling.unix_allowed:
-            unix = f"farprop-{self._instance}"
+            unix = f"farprop-{self._identity.instance}"
             self._server.listen(sockets.listen_unix(unix))
         return Entry(
             name=self._info.name,
             rank=self._info.id,
             world_size=world_size or 0,
-            instance=self._instance,
+            instance=self._identity.instance,
             tcp=tcp.getsockname()[:2],
             unix=unix,
             net=self._dialling.net,
             host=socket.gethostname(),
             pid=os.getpid(),
-            fingerprint=self._secret.fingerprint,
-            own_secret=self._secret.file is not None,
+            own_secret=self._secret.was_found,
+            tls=self._settings.tls,
+            max_message_bytes=self._settings.max_message_bytes,
             device_maps=options.device_maps,
             devices=options.devices,
             cuda_devices=torch.cuda.device_count(),
@@ -167,9 +170,12 @@ class Agent:
 
     def join_group(self) -> None:
         """Meet the other workers. Returns when all are there, in a static group; raises if they can't be a group."""
-        self._group.join(self._own_entry, meeting_seconds(self.rpc_timeout))
-        if self._group.is_static and self._info.id == 0:
-            self._secret.remove_file()  # all have read it
+        self._group.join(self._keys, self._own_entry, meeting_seconds(self.rpc_timeout))
+        if self._group.is_static:
+            if self._info.id == 0:
+                self._secret.remove_file()  # all have read it
+            self._secret.let_go()
+        self._server.close_strangers()
         try:
             self._devices.check()
         except ValueError:
@@ -204,18 +210,20 @@ class Agent:
         entry = self._group.find(rank)
         return f"worker {rank}" if entry is None else entry.name
 
-    def _check_peer(self, identity: bytes) -> WorkerInfo:
+    def _check_peer(self, identity: bytes) -> Identity:
         """Who a peer is that has proved itself; refuses one that is not of this group, or was taken for dead."""
-        peer, instance = self._group.identify(identity)
-        if self.references.is_dead(peer.id, instance):
+        peer = Identity.from_bytes(identity)
+        self._group.check(peer)
+        if self.references.is_dead(peer.rank, peer.instance):
             raise AuthenticationError(f"{peer.name} was taken for dead")
-        self.references.meet(peer.id, instance)
+        self.references.meet(peer.rank, peer.instance)
         return peer
 
     # Connections
 
-    def _new_connection(self, sock: socket.socket, peer: str, on_blocked: Callable[[Connection], None]) -> Connection:
-        return Connection(sock, peer, self._pool, self._settings.max_message_bytes, on_blocked, self._on_returned)
+    def _new_connection(self, stream: Stream, peer: Identity, on_blocked: Callable[[Connection], None]) -> Connection:
+        largest = self._settings.max_message_bytes
+        return Connection(stream, peer.name, self._pool, largest, peer.max_message_bytes, on_blocked, self._on_returned)
 
     def _on_returned(self) -> None:
         # Called by the garbage collector: nothing but a note and a wake-up is safe here.
@@ -269,9 +277,9 @@ class Agent:
         if self.references.is_dead(entry.rank, entry.instance):
             raise ConnectionLostError(f"{name} ({entry.host}, pid {entry.pid}) has died.")
         link = Link(self._loop, name, entry.rank, self._on_lost, self.references.arrive)
-        sock = self._dialling.dial(entry, deadline)
+        stream = self._dialling.dial(entry, deadline)
         self.references.meet(entry.rank, entry.instance)
-        connection = self._new_connection(sock, name, link.want_output)
+        connection = self._new_connection(stream, entry.identity, link.want_output)
         try:
             connection.open_passage()
         except OSError as error:
@@ -526,7 +534,7 @@ class Agent:
         return any(link.rank == rank and link.has_room for link in list(self._links.values()))
 
     def send_batch(self, rank: int, number: int, operations: bytes, call: FutureCall) -> None:
-        encoded = encode_call(None, (self._info.id, self._instance, number, operations), {})
+        encoded = encode_call(None, (self._info.id, self._identity.instance, number, operations), {})
         self.link(rank, call.timeout).call_async(SYSTEM, OPERATE, encoded, call)
 
     # What backward passes need
@@ -635,7 +643,7 @@ class Agent:
     def leave(self) -> None:
         """A group that comes and goes: tell the store that this worker is gone."""
         try:
-            if self._group.leave(self._own_entry):
+            if self._group.leave():
                 self._secret.remove_file()
         except RuntimeError as error:
             _log.info("%s: the store is gone already: %s", self._info.name, error)
@@ -664,6 +672,7 @@ class Agent:
             links = list(self._links.values())
         if not self._group.joined.is_set():
             self._secret.remove_file()  # nobody will come any more
+        self._secret.let_go()
         self._survival.close()
         self.references.close()
         for link in links:

@@ -1,16 +1,20 @@
-"""Reaching another worker: a socket on which both sides have proved that they know the job's secret."""
+"""Reaching another worker: a stream on which both have proved who they are and that they know the secret."""
 
 from __future__ import annotations
 
-import json
 import secrets
 import socket
-from functools import partial
+import time
 
-from farprop.errors import AuthenticationError, ConnectionLostError
-from farprop.protocol.handshake import READY, Dialler, Listener
-from farprop.protocol.roster import Entry
+from farprop.config import Settings
+from farprop.errors import AuthenticationError, ConnectionLostError, ProtocolError
+from farprop.protocol.handshake import CHALLENGE, READY, Dialler, Listener, SomebodyElseError
+from farprop.protocol.roster import Entry, Identity
+from farprop.protocol.signing import Keys
 from farprop.transport import sockets
+from farprop.transport.tls import Certificates, Stream, TlsSocket
+
+_UNIX, _TCP = b"unix", b"tcp"
 
 
 class SomebodyElse(ConnectionLostError):
@@ -24,43 +28,112 @@ class Unresponsive(ConnectionLostError):
 class Dialling:
     """Who we are, when we dial and when we are dialled."""
 
-    def __init__(self, identity: bytes, key: bytes, unix_allowed: bool) -> None:
+    def __init__(self, identity: Identity, keys: Keys, unix_allowed: bool, settings: Settings) -> None:
         self.net = sockets.network_namespace()
         self.unix_allowed = unix_allowed
-        self._identity = identity
-        self._key = key
+        self.is_encrypted = settings.tls
+        self._identity = identity.to_bytes()
+        self._keys = keys
+        self._certificates = Certificates(settings.tls_files) if settings.tls else None
 
-    def listener(self) -> Listener:
-        """The machine that answers somebody who dials us."""
-        return Listener(self._key, self._identity, secrets.token_bytes(32))
+    # Being dialled
 
-    def dial(self, entry: Entry, deadline: float) -> socket.socket:
+    def accepted(self, sock: socket.socket) -> tuple[Listener, TlsSocket | None]:
+        """The machine that answers somebody who dials us, and the TLS that has to be made first."""
+        if sock.family == socket.AF_UNIX:
+            sockets.check_user(sock)
+            return self._listener(_UNIX), None
+        if self._certificates is None:
+            return self._listener(_TCP), None
+        tls, channel = self._certificates.accept(sock)
+        return self._listener(channel), tls
+
+    def _listener(self, channel: bytes) -> Listener:
+        return Listener(self._keys.handshake, self._identity, channel, secrets.token_bytes(32))
+
+    # Dialling
+
+    def dial(self, entry: Entry, deadline: float) -> Stream:
         try:
-            return sockets.dial(entry, self.net, self.unix_allowed, deadline, partial(self._prove, entry))
+            return self._dial(entry, deadline)
         except ConnectionLostError as error:
             raise type(error)(
                 f"Can't reach {entry.name} ({entry.host}, pid {entry.pid}): {error}. It has shut down or died, or the "
                 "network is cut."
             ) from error
 
-    def _prove(self, entry: Entry, sock: socket.socket) -> None:
-        machine = Dialler(self._key, self._identity, secrets.token_bytes(32))
-        sock.sendall(machine.start())
+    def _dial(self, entry: Entry, deadline: float) -> Stream:
+        sock = sockets.connect(entry, self.net, self.unix_allowed, deadline)
+        try:
+            stream = self._prove(entry, sock, deadline)
+            sockets.make_ready(stream)
+            return stream
+        except ConnectionLostError:
+            sock.close()
+            raise
+        except OSError as error:
+            sock.close()
+            raise ConnectionLostError(f"can't connect: {error}") from error
+        except BaseException:
+            sock.close()
+            raise
+
+    def _prove(self, entry: Entry, sock: socket.socket, deadline: float) -> Stream:
+        stream: Stream = sock
+        if sock.family == socket.AF_UNIX:
+            sockets.check_user(sock)
+            channel = _UNIX
+        elif self._certificates is None:
+            channel = _TCP
+        else:
+            stream = self._certificates.dial(sock)
+            _make_tls(stream, sock, deadline)
+            channel = stream.peer_channel()
+        target = entry.identity.to_bytes()
+        machine = Dialler(self._keys.handshake, self._identity, target, channel, secrets.token_bytes(32))
+        to_send = machine.start()
         while machine.state != READY:
-            try:
-                data = sock.recv(512)
-            except TimeoutError as error:
-                raise Unresponsive("it accepts connections, and does not answer") from error
-            if not data and not machine.peer_identity:
-                raise ConnectionLostError("it closed the connection before it said who it is")
+            if to_send:
+                stream.sendall(to_send)
+            data = _receive(stream, deadline)
+            if not data and machine.state != CHALLENGE:
+                raise ConnectionLostError("it closed the connection before it answered")
             if not data:
                 raise AuthenticationError(
-                    f"{entry.name} closed the connection during the handshake: it does not know this job's secret, "
-                    "takes this worker for dead, or is not of this job. All workers need the same FARPROP_SECRET."
+                    f"{entry.name} closed the connection during the handshake: it does not know this job's secret, or "
+                    "somebody in between has changed or relayed what was sent. All workers need the same "
+                    "FARPROP_SECRET."
                 )
-            reply = machine.receive(data)
-            if reply:
-                sock.sendall(reply)
-        name, _, instance = json.loads(machine.peer_identity)
-        if name != entry.name or instance != entry.instance:
-            raise SomebodyElse(f"its address belongs to {name} of another start now")
+            try:
+                to_send = machine.receive(data)
+            except SomebodyElseError as error:
+                raise SomebodyElse(str(error)) from error
+        return stream
+
+
+def _make_tls(stream: TlsSocket, sock: socket.socket, deadline: float) -> None:
+    is_made, to_send = stream.handshake(b"")
+    while True:
+        if to_send:
+            sock.sendall(to_send)
+        if is_made:
+            return
+        data = _receive(sock, deadline)
+        if not data:
+            raise ProtocolError("it closed the connection before TLS was made: is FARPROP_TLS the same on all workers?")
+        is_made, to_send = stream.handshake(data)
+
+
+def _receive(stream: Stream, deadline: float) -> bytes:
+    """What comes next, before a deadline that holds for the whole handshake."""
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            if left <= 0:
+                raise TimeoutError
+            stream.settimeout(left)
+            return stream.recv(4096)
+        except TimeoutError as error:
+            raise Unresponsive("it accepts connections, and does not answer") from error
+        except BlockingIOError:
+            pass  # a part of a record

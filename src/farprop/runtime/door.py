@@ -7,10 +7,11 @@ import socket
 import time
 from collections.abc import Callable
 
-from farprop.errors import FarpropError
-from farprop.ids import WorkerInfo
-from farprop.protocol.handshake import READY, Listener
+from farprop.errors import AuthenticationError, ConnectionLostError, FarpropError, ProtocolError
+from farprop.protocol.handshake import PROVEN, READY, Listener
+from farprop.protocol.roster import Identity
 from farprop.runtime.loop import IN, Loop
+from farprop.transport.tls import Stream, TlsSocket
 
 _log = logging.getLogger("farprop.serving")
 
@@ -18,56 +19,99 @@ HANDSHAKE_SECONDS = 20.0
 _MAX_UNPROVEN_PEERS = 256
 _ACCEPTS = 32  # at a time: a flood of connections must not keep the loop from everything else
 _DEAF_SECONDS = 0.1
+_READ = 4096
+_MAX_RECEIVED = 64 << 10  # TLS with a chain of certificates of the user's own takes some of it
 _now = time.monotonic
 
 
 class Unproven:
-    """An accepted connection whose peer has not proved itself: holds at most 1 KiB and a deadline."""
+    """An accepted connection whose peer has not proved itself: it holds little, and has a deadline."""
 
-    def __init__(self, door: Door, sock: socket.socket, machine: Listener) -> None:
+    def __init__(self, door: Door, sock: socket.socket, machine: Listener, tls: TlsSocket | None) -> None:
         self.deadline = _now() + HANDSHAKE_SECONDS
         self.sock = sock
+        self.peer: Identity | None = None
         self._door = door
         self._machine = machine
+        self._tls = tls
+        self._is_encrypted = False  # when its TLS is made
+        self._received = 0
+
+    @property
+    def stream(self) -> Stream:
+        return self._tls or self.sock
 
     def on_events(self, _: int) -> None:
         try:
-            data = self.sock.recv(512)
-            if not data:
-                self._door.refuse(self, "it went away")
-                return
-            reply = self._machine.receive(data)
-            peer = None
-            if self._machine.state == READY:
-                # Before the last word, so that a peer that is refused knows it.
-                peer = self._door.check(self._machine.peer_identity)
-            if reply:
-                self.sock.send(reply, socket.MSG_NOSIGNAL)
+            while True:
+                data = self._receive()
+                if data:
+                    self._hear(data)
+                if self._tls is None or not self._tls.has_more:
+                    break
         except BlockingIOError:
-            return
+            pass
         except (FarpropError, OSError) as error:
             self._door.refuse(self, str(error))
             return
-        if peer is not None:
-            self._door.admit(self, peer)
+        if self.peer is not None:
+            self._door.admit(self, self.peer)
+
+    def _receive(self) -> bytes:
+        """What the peer says, without TLS's own words; nothing if it was only those."""
+        if self._tls is not None and self._is_encrypted:
+            data = self._tls.recv(_READ)
+        else:
+            data = self.sock.recv(_READ)
+        if not data:
+            raise ConnectionLostError("it went away")
+        self._received += len(data)
+        if self._received > _MAX_RECEIVED:
+            raise ProtocolError("it sent too much before it proved itself")
+        if self._tls is not None and not self._is_encrypted:
+            try:
+                self._is_encrypted, to_send = self._tls.handshake(data)
+            except ProtocolError as error:
+                raise ProtocolError(f"{error}; is FARPROP_TLS the same on all workers?") from error
+            if to_send:
+                self.sock.send(to_send, socket.MSG_NOSIGNAL)
+            return self._tls.recv(_READ) if self._is_encrypted and self._tls.has_more else b""
+        return data
+
+    def _hear(self, data: bytes) -> None:
+        reply = self._machine.receive(data)
+        if self._machine.state == PROVEN:
+            try:
+                peer = self._door.check(self._machine.peer_identity)
+            except FarpropError as error:
+                # It knows the secret, so it may know why.
+                self.stream.send(self._machine.refuse(str(error)), socket.MSG_NOSIGNAL)
+                raise
+            reply = self._machine.welcome()
+            if self._machine.state != READY:
+                self.stream.send(reply, socket.MSG_NOSIGNAL)
+                raise AuthenticationError(f"{peer.name} looks for somebody else at this address")
+            self.peer = peer
+        if reply:
+            self.stream.send(reply, socket.MSG_NOSIGNAL)
 
 
 class Door:
-    """``check(identity)`` says who a peer is that has proved that it knows the secret, or raises; ``on_proven`` is
-    called with those it did not refuse.
+    """``accepted`` gives what answers a new connection; ``check(identity)`` says who a peer is that has proved that it
+    knows the secret, or raises; ``on_proven`` is called with those it did not refuse.
     """
 
     def __init__(
         self,
         loop: Loop,
         worker: str,
-        new_machine: Callable[[], Listener],
-        check: Callable[[bytes], WorkerInfo],
-        on_proven: Callable[[socket.socket, WorkerInfo], None],
+        accepted: Callable[[socket.socket], tuple[Listener, TlsSocket | None]],
+        check: Callable[[bytes], Identity],
+        on_proven: Callable[[Stream, Identity], None],
     ) -> None:
         self._loop = loop
         self._worker = worker
-        self._new_machine = new_machine
+        self._accepted = accepted
         self.check = check
         self._on_proven = on_proven
         self._listeners: list[socket.socket] = []
@@ -96,7 +140,12 @@ class Door:
                 # keep it out.
                 self.refuse(next(iter(self._unproven.values())), "too many peers have not proved themselves")
             sock.setblocking(False)
-            unproven = Unproven(self, sock, self._new_machine())
+            try:
+                unproven = Unproven(self, sock, *self._accepted(sock))
+            except FarpropError as error:
+                _log.warning("refused a connection to %s: %s", self._worker, error)
+                sock.close()
+                continue
             self._unproven[sock.fileno()] = unproven
             self._loop.add(sock.fileno(), IN, unproven.on_events)
             self._loop.set_alarm(unproven.deadline)
@@ -106,9 +155,9 @@ class Door:
         self._drop(unproven)
         unproven.sock.close()
 
-    def admit(self, unproven: Unproven, peer: WorkerInfo) -> None:
+    def admit(self, unproven: Unproven, peer: Identity) -> None:
         self._drop(unproven)
-        self._on_proven(unproven.sock, peer)
+        self._on_proven(unproven.stream, peer)
 
     def _drop(self, unproven: Unproven) -> None:
         self._unproven.pop(unproven.sock.fileno(), None)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from typing import Any
 
 import torch.distributed as dist
 
-from farprop.errors import AuthenticationError, ProtocolError, UsageError
+from farprop.errors import AuthenticationError, UsageError
 from farprop.ids import WorkerInfo
-from farprop.protocol.roster import Entry
+from farprop.protocol.roster import Entry, Identity
+from farprop.protocol.signing import Keys
 from farprop.runtime import rendezvous
 
 _log = logging.getLogger("farprop.agent")
@@ -30,24 +30,24 @@ class Group:
         self.own = own
         self.joined = threading.Event()
         self.entries: dict[str, Entry] = {}
-        self._place = 0
+        self._places: rendezvous.Places | None = None
         self._users_store: Any = None
 
-    def join(self, own_entry: Entry, seconds: float) -> None:
+    def join(self, keys: Keys, own_entry: Entry, seconds: float) -> None:
         """Meet the others. Returns when all are there, in a static group; raises if they can't be a group."""
         if self.is_static:
-            self.entries = {entry.name: entry for entry in rendezvous.meet(self.store, own_entry, seconds)}
+            self.entries = {entry.name: entry for entry in rendezvous.meet(self.store, keys, own_entry, seconds)}
         else:
-            self._place = rendezvous.enter(self.store, own_entry)
-            self.entries = rendezvous.members(self.store)
+            places = rendezvous.Places(self.store, keys, own_entry)
+            places.enter()
+            self.entries = places.members()
+            self._places = places
         self.joined.set()
 
-    def leave(self, own_entry: Entry) -> bool:
+    def leave(self) -> bool:
         """Tell the store that this worker is gone; True for the last one of a group that comes and goes."""
-        if not self._place:
-            return False
-        rendezvous.leave(self.store, own_entry, self._place)
-        return not rendezvous.members(self.store)
+        places, self._places = self._places, None
+        return places is not None and places.leave()
 
     def users_store(self) -> Any:
         """The store, for the program. Not our own client of it: whoever waits in that keeps this worker out."""
@@ -57,7 +57,7 @@ class Group:
 
     def forget_store(self) -> None:
         """Exceptions may keep this object alive: they must not keep the store's sockets open."""
-        self.store = self._users_store = None
+        self.store = self._users_store = self._places = None
 
     def find(self, worker: str | int) -> Entry | None:
         """The entry of a worker with this name or rank, if it is known already."""
@@ -82,9 +82,10 @@ class Group:
 
     def refresh(self) -> None:
         """Ask the store who is there, in a group that comes and goes. If the store is gone, we know what we know."""
-        if not self.is_static and self.store is not None:
+        places = self._places
+        if places is not None:
             try:
-                self.entries = rendezvous.members(self.store)
+                self.entries = places.members()
             except RuntimeError as error:
                 _log.info("%s can't ask the store who is there: %s", self.own.name, error)
 
@@ -92,16 +93,19 @@ class Group:
         self.refresh()
         return [WorkerInfo(entry.name, entry.rank) for entry in self.entries.values()]
 
-    def identify(self, identity: bytes) -> tuple[WorkerInfo, str]:
-        """Who a peer is that has proved itself, and its instance; refuses one that is not of this group."""
-        try:
-            name, rank, instance = json.loads(identity)
-            peer = WorkerInfo(name, rank)
-        except (ValueError, TypeError, UsageError) as error:
-            raise ProtocolError(f"a peer's identity makes no sense: {error}") from error
-        # In this order: a peer may come while this worker is still joining, and is not known before that.
-        if self.joined.is_set() and self.is_static:
-            known = self.entries.get(name)
-            if known is None or known.instance != instance:
-                raise AuthenticationError(f"{name} knows the secret but is not a worker of this group")
-        return peer, str(instance)
+    def check(self, peer: Identity) -> None:
+        """Refuse a peer that has proved itself and is not of this group. Until we have joined, we can't tell."""
+        # In this order: it may join while the peer is looked at.
+        if not self.joined.is_set():
+            return
+        known = self.entries.get(peer.name)
+        if self.is_static:
+            is_known = known is not None and known.identity == peer
+        else:
+            # Others come and go; but those who are there are who they are.
+            is_known = all(entry.identity == peer for entry in self.entries.values() if entry.instance == peer.instance)
+        if not is_known:
+            raise AuthenticationError(
+                f"{peer.name}, rank {peer.rank}, knows the secret but is not a worker of this group, or not of this "
+                "start of it"
+            )

@@ -1,4 +1,4 @@
-"""How workers find each other through a c10d store. The store carries JSON; who to trust is settled by the handshake.
+"""How workers find each other through a c10d store. All that they write there is signed, and nothing else is believed.
 
 A static group (world size known) meets once: everyone publishes an entry, rank 0 publishes the verdict, all go on. In a
 dynamic group workers come and go: the store holds a list of entries that is read again when somebody is looked for.
@@ -6,6 +6,8 @@ dynamic group workers come and go: the store holds a list of entries that is rea
 
 from __future__ import annotations
 
+import logging
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -14,16 +16,29 @@ from typing import Any
 import torch.distributed as dist
 
 from farprop.errors import RendezvousError
-from farprop.protocol.roster import Entry, judge, judge_secrets, verdict_from_json, verdict_to_json
+from farprop.protocol.roster import Entry, different_secrets, judge, verdict_from_json, verdict_to_json
+from farprop.protocol.signing import Keys, Unsigned, unsigned_text
+
+_log = logging.getLogger("farprop.agent")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
-_GONE = "gone"
+_GONE = b"gone"
+_MAX_GAP = 256  # places in a row that nobody took: whoever counted them is none of us
+_JOB = re.compile("[0-9a-f]{32}")
 MIXED = "RPC group mixes statically and dynamically initialized members which is not supported."
 
 
 def job_of(store: dist.Store) -> str:
     """A random name that all workers who share this store agree on."""
-    return _value(store, "job", secrets.token_hex(16))
+    job = agree(store, "job", secrets.token_hex(16))
+    if not _JOB.fullmatch(job):
+        raise RendezvousError(f"'job' in the store says {job[:64]!r}, which no worker writes. Who else uses the store?")
+    return job
+
+
+def agree(store: dist.Store, name: str, value: str) -> str:
+    """What the first worker that asked proposed under this name. Nobody signed it."""
+    return _value(store, name, value).decode(errors="replace")
 
 
 def host_of(store: Any) -> str | None:
@@ -35,6 +50,7 @@ def host_of(store: Any) -> str | None:
 
 def meet(
     store: dist.Store,
+    keys: Keys,
     own: Entry,
     timeout: float,
     call: str = "init_rpc",
@@ -44,25 +60,27 @@ def meet(
 
     ``call`` is what everybody calls to come here, and ``more_time`` what makes it wait longer: for the error.
     """
-    if _value(store, "kind", "static") != "static":
+    if _value(store, "kind", "static") != b"static":
         raise RendezvousError(f"{MIXED} Pass world_size on all workers or on none.")
-    _claim(store, f"claim/{own.rank}", own, f"Rank {own.rank} is taken already")
+    _claim(store, keys, f"claim/{own.rank}", own, f"Rank {own.rank} is taken already")
     deadline = time.monotonic() + timeout
-    store.set(f"worker/{own.rank}", own.to_json())
+    store.set(f"worker/{own.rank}", keys.sign(f"worker/{own.rank}", own.to_json()))
     if own.rank == 0:
         entries = [own]
-        keys = [f"worker/{rank}" for rank in range(1, own.world_size)]
-        problem = None
-        if _await(lambda: store.check(keys), deadline):
-            entries += [Entry.from_json(store.get(key)) for key in keys]
-            problem = judge(entries)
+        names = [f"worker/{rank}" for rank in range(1, own.world_size)]
+        if _await(lambda: store.check(names), deadline):
+            try:
+                entries += [_read_entry(store, keys, own, name) for name in names]
+                problem = _misplaced(entries) or judge(entries)
+            except RendezvousError as error:
+                problem = str(error)
         else:
             problem = _missing(store, own.world_size, timeout, call, more_time)
-        store.set("verdict", verdict_to_json(entries, problem))
+        store.set("verdict", keys.sign("verdict", verdict_to_json(entries, problem)))
     elif not _await(lambda: store.check(["verdict"]), deadline + 1.0):
         raise RendezvousError(_missing(store, own.world_size, timeout, call, more_time))
     try:
-        return verdict_from_json(store.get("verdict"))
+        return _read_verdict(store, keys, own)
     finally:
         store.add("seen", 1)
         if own.rank == 0:
@@ -70,55 +88,131 @@ def meet(
             _await(lambda: store.add("seen", 0) >= own.world_size, min(deadline, time.monotonic() + 10.0) + 1.0)
 
 
-def enter(store: dist.Store, own: Entry) -> int:
-    """Join a dynamic group; returns the place in its list."""
-    if _value(store, "kind", "dynamic") != "dynamic":
-        raise RendezvousError(f"{MIXED} This group was started with a world_size; pass the same here.")
-    _claim(store, f"name/{own.name}", own, f"Worker name {own.name!r} is not unique: it is taken")
-    _claim(store, f"id/{own.rank}", own, f"Rank {own.rank} is taken already")
-    present = members(store)
-    problem = judge_secrets([own, *present.values()])
-    if problem is not None:
-        _release(store, own)
-        raise RendezvousError(problem)
-    place = int(store.add("places", 1))
-    store.set(f"place/{place}", own.to_json())
-    return place
+def _read_entry(store: dist.Store, keys: Keys, own: Entry, name: str) -> Entry:
+    value = store.get(name)
+    try:
+        return Entry.from_json(keys.read(name, value))
+    except Unsigned as error:
+        raise RendezvousError(different_secrets(own, unsigned_text(value), name)) from error
 
 
-def members(store: dist.Store) -> dict[str, Entry]:
-    """Who is in a dynamic group now."""
-    found = {}
-    for place in range(1, int(store.add("places", 0)) + 1):
-        if store.check([f"place/{place}"]):
-            text = store.get(f"place/{place}").decode()
-            if text != _GONE:
-                entry = Entry.from_json(text)
-                found[entry.name] = entry
-    return found
+def _misplaced(entries: list[Entry]) -> str | None:
+    wrong = [place for place, entry in enumerate(entries) if entry.rank != place]
+    return f"'worker/{wrong[0]}' in the store is the entry of rank {entries[wrong[0]].rank}." if wrong else None
 
 
-def leave(store: dist.Store, own: Entry, place: int) -> None:
-    store.set(f"place/{place}", _GONE)
-    _release(store, own)
+def _read_verdict(store: dist.Store, keys: Keys, own: Entry) -> list[Entry]:
+    try:
+        entries = verdict_from_json(keys.read("verdict", store.get("verdict")))
+    except Unsigned as error:
+        if own.rank == 0 or not store.check(["worker/0"]):
+            raise
+        _read_entry(store, keys, own, "worker/0")  # whether rank 0 has another secret
+        raise Unsigned(
+            f"{error} Rank 0's entry is signed, so somebody has written to the store who does not know the secret."
+        ) from error
+    if len(entries) != own.world_size or _misplaced(entries) or entries[own.rank] != own:
+        raise RendezvousError(
+            "'verdict' in the store is of another start of the job, and lists other workers: somebody has put it back."
+        )
+    return entries
 
 
-def _release(store: dist.Store, own: Entry) -> None:
-    for key in (f"name/{own.name}", f"id/{own.rank}"):
-        store.delete_key(key)
+class Places:
+    """The list of a dynamic group's workers. Who was seen to be gone does not come back to its place."""
+
+    def __init__(self, store: dist.Store, keys: Keys, own: Entry) -> None:
+        self._store = store
+        self._keys = keys
+        self._own = own
+        self._known: dict[int, Entry] = {}
+        self._gone: set[int] = set()
+        self._place = 0
+
+    def enter(self) -> None:
+        """Join the group."""
+        store, own = self._store, self._own
+        if _value(store, "kind", "dynamic") != b"dynamic":
+            raise RendezvousError(f"{MIXED} This group was started with a world_size; pass the same here.")
+        _claim(store, self._keys, f"name/{own.name}", own, f"Worker name {own.name!r} is not unique: it is taken")
+        _claim(store, self._keys, f"id/{own.rank}", own, f"Rank {own.rank} is taken already")
+        try:
+            present = self.members(strict=True)
+            problem = judge([own, *present.values()])
+            if problem is not None:
+                raise RendezvousError(problem)
+        except RendezvousError:
+            self._release()
+            raise
+        self._place = int(store.add("places", 1))
+        self._publish(own.to_json())
+
+    def members(self, strict: bool = False) -> dict[str, Entry]:
+        """Who is in the group now. What was not signed is left out with a warning; it is an error if ``strict``."""
+        gap = 0
+        for place in range(1, int(self._store.add("places", 0)) + 1):
+            if place in self._gone:
+                continue
+            name = f"place/{place}"
+            if not self._store.check([name]):
+                gap += 1
+                if gap > _MAX_GAP:
+                    raise RendezvousError("'places' in the store counts more workers than have come: somebody set it.")
+                continue
+            gap = 0
+            try:
+                self._read(place, name)
+            except RendezvousError as error:
+                if strict:
+                    raise
+                _log.warning("%s does not believe what the store says: %s", self._own.name, error)
+        return {entry.name: entry for entry in self._known.values()}
+
+    def _read(self, place: int, name: str) -> None:
+        value = self._store.get(name)
+        try:
+            text = self._keys.read(name, value)
+        except Unsigned as error:
+            raise RendezvousError(different_secrets(self._own, unsigned_text(value), name)) from error
+        if text == _GONE:
+            self._gone.add(place)
+            self._known.pop(place, None)
+        else:
+            self._known[place] = Entry.from_json(text)
+
+    def leave(self) -> bool:
+        """Leave the group; True for the last one."""
+        self._publish(_GONE.decode())
+        self._release()
+        return not self.members()
+
+    def _publish(self, text: str) -> None:
+        name = f"place/{self._place}"
+        self._store.set(name, self._keys.sign(name, text))
+
+    def _release(self) -> None:
+        for key in (f"name/{self._own.name}", f"id/{self._own.rank}"):
+            self._store.delete_key(key)
 
 
-def _value(store: dist.Store, key: str, value: str) -> str:
+def _value(store: dist.Store, key: str, value: str) -> bytes:
     """Set a key if nobody has, and return what it is."""
     found: Any = store.compare_set(key, "", value)
-    return found.decode() if isinstance(found, bytes) else str(found)
+    return found if isinstance(found, bytes) else str(found).encode()
 
 
-def _claim(store: dist.Store, key: str, own: Entry, taken: str) -> None:
-    holder = _value(store, key, f"{own.instance} by a process on {own.host} (pid {own.pid})")
-    instance, _, who = holder.partition(" ")
+def _claim(store: dist.Store, keys: Keys, key: str, own: Entry, taken: str) -> None:
+    claim = f"{own.instance} by a process on {own.host} (pid {own.pid})"
+    value = _value(store, key, keys.sign(key, claim))
+    try:
+        holder = keys.read(key, value)
+    except Unsigned:
+        # Most likely another worker with another secret. It is found out, and said better, when entries are read.
+        holder = unsigned_text(value)
+    instance, _, who = holder.decode(errors="replace").partition(" ")
     if instance != own.instance:
-        raise RendezvousError(f"{taken} {who}. Give each worker its own name and rank.")
+        shown = "".join(character for character in who[:200] if character.isprintable())
+        raise RendezvousError(f"{taken} {shown}. Give each worker its own name and rank.")
 
 
 def _missing(store: dist.Store, world_size: int, timeout: float, call: str, more_time: str) -> str:

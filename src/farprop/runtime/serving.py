@@ -10,13 +10,14 @@ from collections.abc import Callable
 from functools import partial
 from types import CoroutineType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from farprop._torch import Future, find_builtin, get_operation
-from farprop.errors import ConnectionLostError, FarpropError, RpcTimeoutError
-from farprop.ids import WorkerInfo
+from farprop.errors import AuthenticationError, ConnectionLostError, FarpropError, RpcTimeoutError
 from farprop.protocol.handshake import Listener
 from farprop.protocol.references.messages import Fork
 from farprop.protocol.references.records import OwnedValue
+from farprop.protocol.roster import Identity
 from farprop.runtime import profiling
 from farprop.runtime.cells import Later, not_a_future
 from farprop.runtime.coroutines import CoroutineThread
@@ -29,6 +30,7 @@ from farprop.runtime.loop import HANGUP, IN, OUT, STALL, Loop
 from farprop.runtime.references import ReferenceSpace
 from farprop.transport.connection import Connection
 from farprop.transport.sockets import make_ready
+from farprop.transport.tls import Stream, TlsSocket
 from farprop.wire.codec import Encoded, decode, decode_call, decode_with, encode, encode_value
 from farprop.wire.failures import encode_failure
 from farprop.wire.frames import ANSWER, CONTEXT, FAILURE, FORKS, NOTICE, PROFILED, REMOTE, REQUEST, SYSTEM, Frame
@@ -68,9 +70,10 @@ class Server:
         self,
         loop: Loop,
         worker: str,
-        new_machine: Callable[[], Listener],
-        new_connection: Callable[[socket.socket, str, Callable[[Connection], None]], Connection],
-        on_peer: Callable[[bytes], WorkerInfo],
+        accepted: Callable[[socket.socket], tuple[Listener, TlsSocket | None]],
+        new_connection: Callable[[Stream, Identity, Callable[[Connection], None]], Connection],
+        on_peer: Callable[[bytes], Identity],
+        check_membership: Callable[[Identity], None],
         on_peer_lost: Callable[[Connection], None],
         references: ReferenceSpace,
         contexts: Contexts,
@@ -83,7 +86,8 @@ class Server:
         self._active_lock = threading.Lock()
         self._loop = loop
         self._worker = worker
-        self._door = Door(loop, worker, new_machine, on_peer, self._accept)
+        self._door = Door(loop, worker, accepted, on_peer, self._accept)
+        self._check_membership = check_membership
         self._new_connection = new_connection
         self._on_peer_lost = on_peer_lost
         self._references = references
@@ -95,6 +99,7 @@ class Server:
         self._encode_object = careful(encode)
         self.gil_waits: list[float] | None = None  # microseconds, while they are measured
         self._connections: dict[int, Connection] = {}
+        self._identities: WeakKeyDictionary[Connection, Identity] = WeakKeyDictionary()
         # Functions by how long they took when they last ran: answers wait for more only in front of quick ones.
         self._quick: set[bytes] = set()
         self._slow: set[bytes] = set()
@@ -113,7 +118,7 @@ class Server:
         """Called on the loop's alarm; when to look again (0: not)."""
         return self._door.expire(now)
 
-    def _accept(self, sock: socket.socket, peer: WorkerInfo) -> None:
+    def _accept(self, sock: Stream, peer: Identity) -> None:
         try:
             make_ready(sock)
             if sock.family != socket.AF_UNIX:
@@ -122,10 +127,26 @@ class Server:
             _log.warning("refused a connection to %s: %s", self._worker, error)
             sock.close()
             return
-        connection = self._new_connection(sock, peer.name, self._want_output)
-        connection.rank = peer.id
+        connection = self._new_connection(sock, peer, self._want_output)
+        connection.rank = peer.rank
         self._connections[connection.fd] = connection
+        self._identities[connection] = peer
         self._loop.add(connection.fd, IN | HANGUP, lambda mask: self._on_events(connection, mask))
+        self._close_if_stranger(connection)  # we may have learned meanwhile who the workers are
+
+    def close_strangers(self) -> None:
+        """It is known now who the workers are: some may have come before that who are none."""
+        for connection in list(self._connections.values()):
+            self._close_if_stranger(connection)
+
+    def _close_if_stranger(self, connection: Connection) -> None:
+        identity = self._identities.get(connection)
+        try:
+            if identity is not None:
+                self._check_membership(identity)
+        except AuthenticationError as error:
+            _log.warning("closed a connection to %s: %s", self._worker, error)
+            self._close(connection)
 
     def _want_output(self, connection: Connection) -> None:
         self._loop.change(connection.fd, IN | HANGUP | OUT)

@@ -20,6 +20,7 @@ from typing import Any
 from farprop.errors import ConnectionLostError, ProtocolError, UsageError
 from farprop.transport.passage import Passage, receive_with_descriptor, rights
 from farprop.transport.segments import MIN_SHARED, Borrowing, Lending, SegmentPool
+from farprop.transport.tls import Stream, TlsSocket
 from farprop.wire.codec import Encoded
 from farprop.wire.frames import FORGET, MAX_BUFFERS, MAX_GIVES, NOTICE, Frame, FrameReader, pack
 
@@ -49,10 +50,11 @@ class Connection:
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: Stream,
         peer: str,
         pool: SegmentPool,
         max_bytes: int,
+        peer_max_bytes: int,
         on_blocked: Callable[[Connection], None],
         on_returned: Callable[[], None],
     ) -> None:
@@ -60,13 +62,16 @@ class Connection:
         self.rank = -1  # the peer's, where it dialled us
         self.fd = sock.fileno()
         self.closed = False
-        self.outbox_bytes = 0
+        self.outbox_bytes = 0  # of the outbox, and what TLS has encrypted and not sent
+        self._queued_bytes = 0
         self.lending = Lending(pool)
         self.borrowing = Borrowing(on_returned)
         self._sock = sock
+        self._tls = sock if isinstance(sock, TlsSocket) else None
         self._awaits_passage = sock.family == socket.AF_UNIX
         self._passage: Passage | None = None
-        self._max_bytes = max_bytes
+        self._max_bytes = min(max_bytes, peer_max_bytes)
+        self._max_is_ours = max_bytes <= peer_max_bytes
         self._on_blocked = on_blocked
         self._reader = FrameReader(max_bytes)
         self._lock = threading.Lock()
@@ -160,9 +165,10 @@ class Connection:
             self._transmit([pack(NOTICE, FORGET, 0, 0.0, b"", b"", (), numbers)], None)
 
     def _too_large(self, size: int) -> UsageError:
+        whose = "of this worker" if self._max_is_ours else f"of {self.peer}, which does not take it"
         return UsageError(
-            f"A message of {size} bytes is larger than FARPROP_MAX_MESSAGE_BYTES={self._max_bytes}. Send it in parts, "
-            "or raise the limit on every worker."
+            f"A message of {size} bytes to {self.peer} is larger than FARPROP_MAX_MESSAGE_BYTES={self._max_bytes} "
+            f"{whose}. Send it in parts, or raise the limit on every worker."
         )
 
     def _transmit(self, parts: list[Any], keep: Any) -> None:
@@ -175,7 +181,7 @@ class Connection:
                 parts = [corked, *parts]
             if not parts:
                 return
-            if self._outbox:
+            if self.outbox_bytes:
                 self._queue(parts, 0, keep)
                 return
             try:
@@ -186,6 +192,9 @@ class Connection:
                 raise ConnectionLostError(f"The connection to {self.peer} broke: {error}") from error
             if sent < sum(map(len, parts)):
                 self._queue(parts, sent, keep)
+                blocked = True
+            elif self._tls is not None and self._tls.unsent:
+                self._count_unsent()
                 blocked = True
         if blocked:
             self._on_blocked(self)
@@ -203,25 +212,31 @@ class Connection:
             data = memoryview(part)[skip:]
             skip = 0
             self._outbox.append(_Unsent(data, (part, keep)))
-            self.outbox_bytes += len(data)
+            self._queued_bytes += len(data)
+        self._count_unsent()
+
+    def _count_unsent(self) -> None:
+        self.outbox_bytes = self._queued_bytes + (0 if self._tls is None else len(self._tls.unsent))
 
     def flush(self) -> bool:
         """Send what waits, as far as the kernel takes it; True if nothing is left."""
         with self._lock:
-            while self._outbox and not self.closed:
-                first = self._outbox[0]
-                try:
+            try:
+                while self._outbox and not self.closed:
+                    first = self._outbox[0]
                     sent = self._write([first.data])
-                except BlockingIOError:
-                    return False
-                except OSError as error:
-                    raise ConnectionLostError(f"The connection to {self.peer} broke: {error}") from error
-                self.outbox_bytes -= sent
-                if sent < len(first.data):
-                    first.data = first.data[sent:]
-                else:
-                    self._outbox.popleft()
-            return True
+                    self._queued_bytes -= sent
+                    if sent < len(first.data):
+                        first.data = first.data[sent:]
+                    else:
+                        self._outbox.popleft()
+                return self.closed or self._tls is None or not self._tls.unsent or self._tls.flush(_SEND_FLAGS)
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                raise ConnectionLostError(f"The connection to {self.peer} broke: {error}") from error
+            finally:
+                self._count_unsent()
 
     # Receiving
 
@@ -243,6 +258,9 @@ class Connection:
         if not count:
             return None
         frames = reader.received(count)
+        if self._tls is not None:
+            while self._tls.has_more and (count := self._decrypt_more()):
+                frames += reader.received(count)
         for frame in frames:
             if frame.buffers:
                 frame.buffers = [b if type(b) is bytearray else self.borrowing.borrow(*b) for b in frame.buffers]
@@ -255,8 +273,16 @@ class Connection:
                         self._send_forgets()
         return frames
 
+    def _decrypt_more(self) -> int:
+        """What has come already does not make the socket ready again."""
+        try:
+            return int(self._sock.recv_into(self._reader.target(), 0, _DONTWAIT))
+        except BlockingIOError:
+            return 0
+
     def _receive_passage(self) -> int:
         """Read the dialler's first message, which has the passage with it."""
+        assert isinstance(self._sock, socket.socket)
         count, descriptor = receive_with_descriptor(self._sock, self._reader.target())
         if descriptor >= 0:
             self._take_passage(Passage.from_descriptor(descriptor))

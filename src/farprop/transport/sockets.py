@@ -8,14 +8,15 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
 from typing import Protocol
 
-from farprop.errors import ConnectionLostError, UsageError
+from farprop.errors import AuthenticationError, ConnectionLostError, UsageError
+from farprop.transport.tls import Stream
 
 HAVE_UNIX = sys.platform == "linux"  # abstract names and memfd
 _BACKLOG = 512
 _SIOCGIFADDR = 0x8915
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class Address(Protocol):
@@ -106,28 +107,24 @@ def address_towards(host: str) -> str:
         return "127.0.0.1"
 
 
-def dial(
-    address: Address, net: str, unix_allowed: bool, deadline: float, prove: Callable[[socket.socket], None]
-) -> socket.socket:
-    """Connect and run ``prove`` on the new socket; returns it."""
-    unix = unix_allowed and bool(address.unix) and address.net == net and HAVE_UNIX
+def connect(address: Address, net: str, unix_allowed: bool, deadline: float) -> socket.socket:
+    """A socket that is connected to a worker, by the shortest way."""
+    if unix_allowed and address.unix and address.net == net and HAVE_UNIX:
+        return _connect_unix(address.unix, deadline)
+    try:
+        connection = socket.create_connection(address.tcp, timeout=max(0.05, deadline - time.monotonic()))
+    except OSError as error:
+        raise ConnectionLostError(f"can't connect to {address.tcp[0]}:{address.tcp[1]}: {error}") from error
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def _connect_unix(name: str, deadline: float) -> socket.socket:
     while True:
-        left = max(0.05, deadline - time.monotonic())
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            if unix:
-                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                connection.settimeout(left)
-            else:
-                connection = socket.create_connection(address.tcp, timeout=left)
-        except OSError as error:
-            raise ConnectionLostError(f"can't connect to {address.tcp[0]}:{address.tcp[1]}: {error}") from error
-        try:
-            if unix:
-                connection.connect("\0" + address.unix)
-            else:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            prove(connection)
-            make_ready(connection)
+            connection.settimeout(max(0.05, deadline - time.monotonic()))
+            connection.connect("\0" + name)
             return connection
         except BlockingIOError:
             # A Unix listener whose backlog is full says so at once; a moment later it has room.
@@ -135,10 +132,7 @@ def dial(
             if time.monotonic() > deadline:
                 raise ConnectionLostError("the worker accepts no connections: its backlog is full") from None
             time.sleep(0.005)
-        except ConnectionLostError:
-            connection.close()
-            raise
-        except (TimeoutError, OSError) as error:
+        except OSError as error:
             connection.close()
             raise ConnectionLostError(f"can't connect: {error}") from error
         except BaseException:
@@ -146,7 +140,17 @@ def dial(
             raise
 
 
-def make_ready(connection: socket.socket) -> None:
+def check_user(sock: socket.socket) -> None:
+    """Refuse a Unix connection with a process of another user. The system says whose it is."""
+    _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if user != os.geteuid():
+        raise AuthenticationError(
+            f"the other end of a Unix connection belongs to another user (uid {user}) than this worker (uid "
+            f"{os.geteuid()}). Workers of one host have to run as one user, or use FARPROP_TRANSPORT=tcp."
+        )
+
+
+def make_ready(connection: Stream) -> None:
     """From the handshake's timeouts to what a connection needs: each call says itself that it must not block."""
     connection.settimeout(None)
     if connection.family != socket.AF_UNIX:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
 import threading
 from datetime import timedelta
@@ -221,7 +222,7 @@ def refused(rank: int, size: int, words: str) -> None:
 
 
 def test_ranks_that_share_no_secret():
-    environments = [{"FARPROP_SECRET": letter * 32} for letter in "ab"]
+    environments = [{"FARPROP_SECRET": secrets.token_hex(16)} for _ in range(2)]
     run_workers(refused, 2, (2, "different secrets"), environments, check=False)
 
 

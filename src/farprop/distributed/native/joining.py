@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import select
@@ -10,14 +9,15 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch.distributed as dist
 
 from farprop.config import Settings
 from farprop.distributed.native.commons import CAN_SHARE, new_bell, size_of
 from farprop.errors import AuthenticationError, RendezvousError
-from farprop.ids import WorkerInfo
-from farprop.protocol.roster import Entry
+from farprop.protocol.roster import Entry, Identity
+from farprop.protocol.signing import GROUP, Keys
 from farprop.runtime import rendezvous
 from farprop.runtime.dialling import Dialling
 from farprop.runtime.door import Door
@@ -25,6 +25,7 @@ from farprop.runtime.secret import find_secret
 from farprop.transport import sockets
 from farprop.transport.memory import Mapping
 from farprop.transport.passage import receive_with_descriptor, rights
+from farprop.transport.tls import Stream
 
 _HERE = b"h"  # the first byte of whoever dialled
 
@@ -35,7 +36,7 @@ class Joined:
     this host has several.
     """
 
-    peers: dict[int, socket.socket]
+    peers: dict[int, Stream]
     hosts: list[list[int]]
     memory: Mapping | None
     bells: list[int]
@@ -43,14 +44,16 @@ class Joined:
 
 def join(store: dist.Store, rank: int, size: int, settings: Settings, timeout: float) -> Joined:
     deadline = time.monotonic() + timeout
-    secret = find_secret(settings, rendezvous.job_of(store))
-    instance = secrets.token_hex(8)
+    job = rendezvous.job_of(store)
+    secret = find_secret(settings, job, partial(rendezvous.agree, store))
+    keys = Keys(secret.key, job, GROUP)
     name = f"rank{rank}"
+    identity = Identity(name, rank, secrets.token_hex(8), settings.max_message_bytes)
     is_sharing = settings.transport == "auto" and sockets.HAVE_UNIX and CAN_SHARE
-    dialling = Dialling(json.dumps([name, rank, instance]).encode(), secret.key, is_sharing)
+    dialling = Dialling(identity, keys, is_sharing, settings)
     # Ranks share memory if they are in one network namespace, and the settings don't say that they are not.
     dialling.net = f"{dialling.net} {settings.host_name}"
-    unix = f"farprop-{instance}" if is_sharing else ""
+    unix = f"farprop-{identity.instance}" if is_sharing else ""
     listeners = [_listen_tcp(store, settings)]
     try:
         if unix:
@@ -59,18 +62,20 @@ def join(store: dist.Store, rank: int, size: int, settings: Settings, timeout: f
             name=name,
             rank=rank,
             world_size=size,
-            instance=instance,
+            instance=identity.instance,
             tcp=listeners[0].getsockname()[:2],
             unix=unix,
             net=dialling.net,
             host=socket.gethostname(),
             pid=os.getpid(),
-            fingerprint=secret.fingerprint,
-            own_secret=secret.file is not None,
+            own_secret=secret.was_found,
+            tls=settings.tls,
+            max_message_bytes=settings.max_message_bytes,
         )
-        entries = rendezvous.meet(store, own, timeout, "init_process_group or new_group", "a larger timeout")
+        entries = rendezvous.meet(store, keys, own, timeout, "init_process_group or new_group", "a larger timeout")
         if rank == 0:
             secret.remove_file()  # all have read it
+        secret.let_go()
     except BaseException:
         secret.remove_file()
         for listener in listeners:
@@ -106,23 +111,25 @@ def _hosts(entries: list[Entry]) -> list[list[int]]:
 
 def _connect(
     entries: list[Entry], rank: int, dialling: Dialling, listeners: list[socket.socket], deadline: float
-) -> dict[int, socket.socket]:
+) -> dict[int, Stream]:
     """Dial the ranks below, then let those above in. Rank 0 only lets in, so nobody waits in a circle."""
-    peers: dict[int, socket.socket] = {}
-    names = {(entry.name, entry.instance): entry.rank for entry in entries}
+    peers: dict[int, Stream] = {}
+    above = {entry.identity for entry in entries[rank + 1 :]}
 
-    def check(identity: bytes) -> WorkerInfo:
-        name, _, instance = json.loads(identity)
-        if names.get((name, instance), -1) <= rank:
-            raise AuthenticationError(f"{name} is not one that dials rank {rank} of this group")
-        return WorkerInfo(name, names[name, instance])
+    def check(identity: bytes) -> Identity:
+        peer = Identity.from_bytes(identity)
+        if peer not in above or peer.rank in peers:
+            raise AuthenticationError(f"{peer.name} is not one that dials rank {rank} of this group")
+        return peer
 
-    def admit(sock: socket.socket, peer: WorkerInfo) -> None:
-        sockets.make_ready(sock)
-        peers[peer.id] = sock
+    def admit(stream: Stream, peer: Identity) -> None:
+        sockets.make_ready(stream)
+        if stream.family != socket.AF_UNIX:
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peers[peer.rank] = stream
 
     loop = _AcceptLoop()
-    door = Door(loop, f"rank {rank}", dialling.listener, check, admit)  # type: ignore[arg-type]
+    door = Door(loop, f"rank {rank}", dialling.accepted, check, admit)  # type: ignore[arg-type]
     try:
         for listener in listeners:
             door.listen(listener)
@@ -182,7 +189,7 @@ class _AcceptLoop:
         self._epoll.close()
 
 
-def _share(peers: dict[int, socket.socket], host: list[int], rank: int, deadline: float) -> tuple[Mapping, list[int]]:
+def _share(peers: dict[int, Stream], host: list[int], rank: int, deadline: float) -> tuple[Mapping, list[int]]:
     """The first rank of the host makes the memory, and each its bell; the descriptors go to all others."""
     others = [other for other in host if other != rank]
     bells = {rank: new_bell()}
@@ -216,19 +223,21 @@ def _share(peers: dict[int, socket.socket], host: list[int], rank: int, deadline
     return memory, [bells[member] for member in host]
 
 
-def _pass_descriptor(sock: socket.socket, descriptor: int) -> None:
+def _pass_descriptor(sock: Stream, descriptor: int) -> None:
     sock.sendmsg([b"d"], rights(descriptor))
 
 
-def _await_data(sock: socket.socket, source: int, deadline: float) -> None:
+def _await_data(sock: Stream, source: int, deadline: float) -> None:
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
         raise RendezvousError(f"Rank {source} stopped in the middle while the group was made.")
 
 
-def _take_descriptor(sock: socket.socket, source: int, deadline: float) -> int:
+def _take_descriptor(sock: Stream, source: int, deadline: float) -> int:
     _await_data(sock, source, deadline)
+    if not isinstance(sock, socket.socket):
+        raise RendezvousError(f"Rank {source} is on another host, and can't share memory with this one.")
     count, descriptor = receive_with_descriptor(sock, memoryview(bytearray(1)))
     if not count or descriptor < 0:
         raise RendezvousError(f"Rank {source} went away, or passed no memory, while the group was made.")

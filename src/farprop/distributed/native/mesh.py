@@ -21,6 +21,7 @@ from farprop.distributed.native.pulse import Pulse
 from farprop.distributed.native.reader import Reader
 from farprop.distributed.native.standing import Standing
 from farprop.errors import CollectiveError, CollectiveTimeoutError, ProtocolError, RankLostError, renewed
+from farprop.transport.tls import Stream, TlsSocket
 
 _log = logging.getLogger("farprop.distributed")
 
@@ -34,9 +35,7 @@ _LEFT = "it has left the group"
 class Mesh:
     """``on_news`` is called, in any thread, when a wait for other ranks may have become vain."""
 
-    def __init__(
-        self, rank: int, peers: Mapping[int, socket.socket], max_length: int, on_news: Callable[[], None]
-    ) -> None:
+    def __init__(self, rank: int, peers: Mapping[int, Stream], max_length: int, on_news: Callable[[], None]) -> None:
         self.rank = rank
         self.standing = Standing(rank, len(peers) + 1, self._on_failure)
         self.inbox = Inbox()
@@ -83,7 +82,7 @@ class Mesh:
         sock = self._sockets[peer]
         poll = None
         is_begun = False
-        while parts:
+        while parts or (isinstance(sock, TlsSocket) and sock.unsent):
             try:
                 sent = sock.sendmsg(parts, (), _FLAGS)
             except BlockingIOError:
@@ -151,21 +150,32 @@ class Mesh:
         seconds = pulse.LOOK_SECONDS if self._watched else None
         next_look = 0.0
         while True:
-            for key, _ in self._selector.select(seconds):
+            left = self._peers_with_more()
+            ready = set()
+            for key, _ in self._selector.select(0 if left else seconds):
                 if key.fileobj is self._stopped:
                     return
-                peer: int = key.data
+                ready.add(key.data)
+            for peer in left | ready:
                 try:
                     for _ in range(_READS_A_TURN):
                         if not self._readers[peer].read():
                             break
                 except (OSError, ProtocolError) as error:
                     self._lose(peer, str(error) or type(error).__name__)
-                if peer in self._gone:
-                    self._selector.unregister(key.fileobj)
+                if peer in self._gone and peer in ready:
+                    self._selector.unregister(self._sockets[peer])
             if seconds is not None and time.monotonic() >= next_look:
                 next_look = time.monotonic() + seconds
                 self._look()
+
+    def _peers_with_more(self) -> set[int]:
+        """Those of whom something was decrypted already, which makes no socket ready."""
+        return {
+            peer
+            for peer, sock in self._sockets.items()
+            if isinstance(sock, TlsSocket) and sock.has_more and peer not in self._gone
+        }
 
     def _look(self) -> None:
         for peer in self._watched:

@@ -12,6 +12,8 @@ import struct
 import sys
 from enum import Enum
 
+from farprop.transport.tls import Stream
+
 LOOK_SECONDS = 0.2
 _QUIET_MS = 400
 _SILENT_MS = 1500
@@ -31,16 +33,16 @@ class Pulse(Enum):
     GONE = "it does not answer"
 
 
-def can_watch(sock: socket.socket) -> bool:
+def can_watch(sock: Stream) -> bool:
     """Connections within a host need nobody to watch them."""
     return sys.platform == "linux" and sock.family != socket.AF_UNIX
 
 
-def watch(sock: socket.socket) -> None:
+def watch(sock: Stream) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
 
 
-def look(sock: socket.socket) -> Pulse:
+def look(sock: Stream) -> Pulse:
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     resent, asked, on_the_way, milliseconds = _TCP_INFO.unpack(info)
     if milliseconds >= _SILENT_MS and (resent >= _RESENT_IN_VAIN or asked >= _ASKED_IN_VAIN):

@@ -8,6 +8,7 @@ from typing import Protocol
 from farprop.distributed.native.frames import BEAT, HEADER, Kind, unpack
 from farprop.distributed.native.inbox import Inbox, Letter
 from farprop.distributed.native.standing import Standing
+from farprop.transport.tls import Stream
 
 _FLAGS = socket.MSG_DONTWAIT
 
@@ -24,7 +25,7 @@ class Listening(Protocol):
 class Reader:
     """Puts together what comes from one rank."""
 
-    def __init__(self, mesh: Listening, peer: int, sock: socket.socket, max_length: int) -> None:
+    def __init__(self, mesh: Listening, peer: int, sock: Stream, max_length: int) -> None:
         self._mesh, self._peer, self._sock = mesh, peer, sock
         self._max_length = max_length
         self._begin()
