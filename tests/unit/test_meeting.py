@@ -188,12 +188,14 @@ def test_a_found_secret_is_shared_private_and_renewed(tmp_path: Path, monkeypatc
         assert not first.file.exists()
         with closing(FoundSecret("job", alone)) as renewed:
             assert renewed.text != first.text
+    assert os.listdir(first.file.parent) == []  # the last one to use one removes it
 
 
 def test_secrets_that_nobody_uses_any_more_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     left_over = FoundSecret("a job whose workers were killed", alone)
-    left_over.close()
+    os.close(left_over._descriptor)  # as the system does it then
+    left_over._descriptor = -1
     assert left_over.file.exists()
     (left_over.file.parent / "half.secret.123.abc").write_text("made by a worker that was killed a moment later")
     with closing(FoundSecret("job", alone)) as used, closing(FoundSecret("another", alone)) as newer:

@@ -670,7 +670,7 @@ class Agent:
                 return
             self._closed = True
             links = list(self._links.values())
-        if not self._group.joined.is_set():
+        if self._group.is_static and not self._group.joined.is_set():
             self._secret.remove_file()  # nobody will come any more
         self._secret.let_go()
         self._survival.close()

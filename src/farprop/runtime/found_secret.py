@@ -1,9 +1,9 @@
 """A secret that the workers of one user on one host find by themselves.
 
 It is 32 random bytes in a file named after the job, in a directory that only its user can enter. The first worker makes
-it, the others read it, and it is removed when all have joined. Whoever uses it holds a lock on it, which the system
-lets go when the process ends, however it ends: a file that nobody has locked is left over, and the next job to start
-removes it.
+it, the others read it, and it is removed when all have joined or the last one leaves. Whoever uses it holds a lock on
+it, which the system lets go when the process ends, however it ends: a file that nobody has locked is left over, and the
+next job to start removes it.
 
 Somebody else may have taken the directory's name in a place where all can write. Then the first worker makes one with a
 random name and says it in the store. Others believe it only if it is theirs alone, so it does no harm if that was not
@@ -39,16 +39,29 @@ class FoundSecret:
         self._descriptor, self.text = _read_or_make(self.file)
 
     def remove(self) -> None:
-        self.file.unlink(missing_ok=True)
-        if self.file.parent.name != _usual_directory().name:
-            with suppress(OSError):
-                self.file.parent.rmdir()  # of a random name, so no other job uses it
+        """Nobody else is to find it."""
+        self._unlink()
         self.close()
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        """The last one to use it removes it."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor < 0:
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), os.stat(self.file)):
+                self._unlink()
+        except OSError:
+            pass  # others use it, or it was removed
+        finally:
+            os.close(descriptor)
+
+    def _unlink(self) -> None:
+        self.file.unlink(missing_ok=True)
+        if self.file.parent != _usual_directory():
+            with suppress(OSError):
+                self.file.parent.rmdir()  # of a random name, so no other job uses it
 
 
 def check_directory() -> None:

@@ -10,7 +10,8 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -105,12 +106,9 @@ def _read_verdict(store: dist.Store, keys: Keys, own: Entry) -> list[Entry]:
     try:
         entries = verdict_from_json(keys.read("verdict", store.get("verdict")))
     except Unsigned as error:
-        if own.rank == 0 or not store.check(["worker/0"]):
-            raise
-        _read_entry(store, keys, own, "worker/0")  # whether rank 0 has another secret
-        raise Unsigned(
-            f"{error} Rank 0's entry is signed, so somebody has written to the store who does not know the secret."
-        ) from error
+        if own.rank != 0 and store.check(["worker/0"]):
+            _read_entry(store, keys, own, "worker/0")  # says so if rank 0 has another secret
+        raise RendezvousError(str(error)) from error
     if len(entries) != own.world_size or _misplaced(entries) or entries[own.rank] != own:
         raise RendezvousError(
             "'verdict' in the store is of another start of the job, and lists other workers: somebody has put it back."
@@ -149,24 +147,34 @@ class Places:
 
     def members(self, strict: bool = False) -> dict[str, Entry]:
         """Who is in the group now. What was not signed is left out with a warning; it is an error if ``strict``."""
+        with self._believing_nothing(strict):
+            for place in self._taken():
+                with self._believing_nothing(strict):
+                    self._read(place, f"place/{place}")
+        return {entry.name: entry for entry in self._known.values()}
+
+    @contextmanager
+    def _believing_nothing(self, strict: bool) -> Iterator[None]:
+        try:
+            yield
+        except RendezvousError as error:
+            if strict:
+                raise
+            _log.warning("%s does not believe what the store says: %s", self._own.name, error)
+
+    def _taken(self) -> Iterator[int]:
+        """Places that somebody has taken and was not seen to leave."""
         gap = 0
         for place in range(1, int(self._store.add("places", 0)) + 1):
             if place in self._gone:
                 continue
-            name = f"place/{place}"
-            if not self._store.check([name]):
-                gap += 1
-                if gap > _MAX_GAP:
-                    raise RendezvousError("'places' in the store counts more workers than have come: somebody set it.")
+            if self._store.check([f"place/{place}"]):
+                gap = 0
+                yield place
                 continue
-            gap = 0
-            try:
-                self._read(place, name)
-            except RendezvousError as error:
-                if strict:
-                    raise
-                _log.warning("%s does not believe what the store says: %s", self._own.name, error)
-        return {entry.name: entry for entry in self._known.values()}
+            gap += 1
+            if gap > _MAX_GAP:
+                raise RendezvousError("'places' in the store counts more workers than have come: somebody set it.")
 
     def _read(self, place: int, name: str) -> None:
         value = self._store.get(name)

@@ -1,0 +1,194 @@
+"""An attacker who can read and write the store gets no further than keeping a job from starting."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import farprop.distributed  # noqa: F401 - it has the backend
+import farprop.rpc as rpc
+from farprop.errors import RendezvousError
+from farprop.wire.frames import REQUEST, pack
+from tests.calls import functions as f
+from tests.security.attackers import Proxy, Store, closing_all, start_or_say
+from tests.support.workers import Cluster, processes
+
+
+def _led_to(value: bytes, address: Any) -> bytes:
+    """An entry with another address in it, and its old signature, if it has one."""
+    signature, brace, text = value.partition(b"{")
+    fields = json.loads(brace + text)
+    fields.update(tcp=list(address), unix="")
+    return signature + json.dumps(fields).encode()
+
+
+def _shut_down() -> None:
+    rpc.shutdown(graceful=False)
+
+
+def _say_own_name(rank: int) -> Any:
+    said = start_or_say(rank)
+    if said:
+        return said
+    return rpc.rpc_sync(f"worker{1 - rank}", f.own_name)
+
+
+class Injector(Proxy):
+    """Relays a handshake, and then sends a request of its own to the worker that was dialled."""
+
+    def __init__(self, target: Any, path: Path) -> None:
+        super().__init__(target, self._inject)
+        self._request = pack(
+            REQUEST, 0, 1 << 40, 0.0, b"tests.security.attackers:touch", pickle.dumps(((str(path),), {}), 5)
+        )
+
+    def _inject(self, direction: str, before: int, data: bytes) -> bytes:
+        # The dialler's third message or a later one is a frame: the handshake is over.
+        return self._request + data if direction == "there" and before > 200 else data
+
+
+def test_a_relay_through_a_poisoned_store_gets_nothing_to_run(tmp_path: Path) -> None:
+    """The attack that once ran code on both workers: worker 1's entry leads to the attacker, who relays."""
+    attacked = Store()
+    path = tmp_path / "ran"
+    with processes(2, attacked.environment, check=False) as job:
+        second = job.start(1, _say_own_name, 1)
+        value = attacked.get("worker/1")
+        target = tuple(json.loads(value[value.index(b"{") :])["tcp"])
+        relay = Injector(target, path)
+        with closing_all(relay):
+            attacked.set("worker/1", _led_to(value, relay.address))
+            said = job.run(0, _say_own_name, 0), second.result()
+            for text in said:
+                assert re.search("RendezvousError.*'worker/1' in the store is not signed|have different secrets|"
+                                 "share no secret", str(text)), text  # fmt: skip
+            assert relay.connections == 0
+    assert not path.exists()
+
+
+def test_a_poisoned_verdict_is_refused(tmp_path: Path) -> None:
+    """Rank 1 waits for the verdict, and gets one of the attacker's, who has read the entries."""
+    attacked = Store()
+    with processes(2, attacked.environment, check=False) as job, socket.create_server(("127.0.0.1", 0)) as listener:
+        second = job.start(1, start_or_say, 1)
+        value = attacked.get("worker/1")
+        own = json.loads(value[value.index(b"{") :])
+        first = {**own, "name": "worker0", "rank": 0, "instance": "x", "tcp": listener.getsockname(), "unix": ""}
+        verdict = json.dumps({"problem": None, "workers": [first, own]}).encode()
+        attacked.set("verdict", value[: value.index(b"{")] + verdict, beside="worker/1")
+        assert "RendezvousError: 'verdict' in the store is not signed with this job's secret" in second.result()
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+def _join_group_or_say(rank: int) -> str:
+    try:
+        dist.init_process_group("farprop", rank=rank, world_size=2)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_poisoned_verdict_is_refused_by_a_process_group() -> None:
+    attacked = Store()
+    environment = {**attacked.environment, "FARPROP_TRANSPORT": "tcp"}
+    with processes(2, environment, check=False) as job, socket.create_server(("127.0.0.1", 0)) as listener:
+        second = job.start(1, _join_group_or_say, 1)
+        value = attacked.get("worker/1")
+        own = json.loads(value[value.index(b"{") :])
+        first = {**own, "name": "rank0", "rank": 0, "instance": "x", "tcp": listener.getsockname()}
+        verdict = json.dumps({"problem": None, "workers": [first, own]}).encode()
+        attacked.set("verdict", value[: value.index(b"{")] + verdict, beside="worker/1")
+        assert "'verdict' in the store is not signed with this job's secret" in second.result()
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+def _in_a_dynamic_group(rank: int) -> str:
+    try:
+        rpc.init_rpc(f"worker{rank}", rank=rank)
+    except RendezvousError as error:
+        return str(error)
+    return ""
+
+
+def _is_served(job: Cluster, caller: int, callee: int) -> None:
+    assert job.run(caller, rpc.rpc_sync, f"worker{callee}", f.add, (1,)) == 2
+
+
+def test_a_store_that_turns_bad_harms_no_running_job() -> None:
+    """In a group that comes and goes the store is read again and again."""
+    attacked = Store()
+    with processes(3, attacked.environment, check=False) as job:
+        assert [job.run(rank, _in_a_dynamic_group, rank) for rank in range(2)] == ["", ""]
+        _is_served(job, 0, 1)
+        good = attacked.get("place/2")
+        for bad in (b"", b"gone", b"\xff\xfe" * 50, b"[" * 100_000, _led_to(good, ("127.0.0.1", 9)), b"1e999"):
+            attacked.set("place/2", bad)
+            _is_served(job, 0, 1)
+            _is_served(job, 1, 0)
+            assert {info.name for info in job.run(0, _infos)} == {"worker0", "worker1"}
+        # A new worker does not come in, and is told what is wrong.
+        assert "'place/2' in the store is not signed" in job.run(2, _in_a_dynamic_group, 2)
+        attacked.set("place/2", good)
+        assert job.run(2, _in_a_dynamic_group, 2) == ""
+        _is_served(job, 2, 1)
+        attacked.set("places", b"1000000000")
+        _is_served(job, 0, 2)
+        assert {info.name for info in job.run(0, _infos)} == {"worker0", "worker1", "worker2"}
+        for rank in range(3):
+            job.run(rank, _shut_down)
+
+
+def _infos() -> Any:
+    from farprop.rpc.api import _get_current_rpc_agent
+
+    return _get_current_rpc_agent().get_worker_infos()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("job", b"\xff not ours", "'job' in the store says"),
+        ("kind", b"\xff", "mixes statically and dynamically"),
+        ("claim/0", b"\xff\xfe nonsense", "Rank 0 is taken already"),
+    ],
+)
+def test_nonsense_in_the_store_is_a_rendezvous_error(name: str, value: bytes, says: str) -> None:
+    attacked = Store()
+    attacked.store.set(f"rpc_prefix_0/{name}", value)  # type: ignore[arg-type]
+    with processes(1, attacked.environment, check=False) as job:
+        said = job.run(0, start_or_say, 0)
+        assert said.startswith(("RendezvousError: ", "UsageError: "))
+        assert says in said
+
+
+def test_the_store_does_not_say_the_secret() -> None:
+    """Neither itself, nor anything that is the same in two jobs with the same secret."""
+    secret = "8f14e45fceea167a5a36dedd4bea2543"
+    seen: list[set[bytes]] = []
+    for _ in range(2):
+        attacked = Store()
+        with processes(2, {**attacked.environment, "FARPROP_SECRET": secret}, check=False) as job:
+            threads = [threading.Thread(target=job.run, args=(rank, start_or_say, rank)) for rank in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            values = [bytes(attacked.store.get(key)) for key in attacked.store.list_keys()]
+            assert not [value for value in values if secret.encode() in value]
+            seen.append({word for value in values for word in re.findall(rb"[0-9a-f]{32,}", value)})
+            for rank in range(2):
+                job.run(rank, _shut_down)
+    boot = set(re.findall(rb"[0-9a-f]{32,}", Path("/proc/sys/kernel/random/boot_id").read_bytes()))
+    assert seen[0] & seen[1] <= boot
