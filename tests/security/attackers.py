@@ -93,7 +93,8 @@ class Proxy:
     def carry(self, dialler: Any, listener: Any) -> None:
         ways = {dialler.fileno(): ("there", dialler, listener), listener.fileno(): ("back", listener, dialler)}
         while not self._is_closed:
-            ready = select.select(list(ways), [], [], 0.1)[0]
+            ready = [fd for fd, (_, source, _) in ways.items() if getattr(source, "has_more", False)]
+            ready = ready or select.select(list(ways), [], [], 0.1)[0]
             for descriptor in ready:
                 direction, source, sink = ways[descriptor]
                 try:

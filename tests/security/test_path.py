@@ -1,0 +1,264 @@
+"""An attacker between two hosts: he can cut connections, and neither read nor change nor relay what goes over them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import farprop.distributed  # noqa: F401 - it has the backend
+import farprop.rpc as rpc
+from farprop.wire.frames import REQUEST, pack
+from tests.calls import functions as f
+from tests.security.attackers import (
+    Proxy,
+    Store,
+    TlsRelay,
+    call_or_say,
+    closing_all,
+    redirect,
+    start_or_say,
+)
+from tests.support.peers import own_entry
+from tests.support.workers import Cluster, cluster, processes
+
+MARKER = "a text that nobody else should read"
+_count = itertools.count(1)
+
+
+def count() -> int:
+    """How often it ran on this worker."""
+    return next(_count)
+
+
+def _lead_through(job: Cluster, proxy: Proxy) -> None:
+    """From now on worker 0 reaches worker 1 through the proxy."""
+    job.run(0, redirect, {job.run(1, own_entry).tcp: proxy.address})
+
+
+@pytest.fixture(params=["1", "0"], ids=["tls", "plain"])
+def tcp(request: pytest.FixtureRequest) -> dict[str, str]:
+    return {"FARPROP_TRANSPORT": "tcp", "FARPROP_TLS": request.param}
+
+
+def test_who_listens_reads_nothing(tcp: dict[str, str]) -> None:
+    """Without TLS he reads all of it, which shows that he listens at the right place."""
+    with cluster(2, tcp) as job:
+        proxy = Proxy(job.run(1, own_entry).tcp)
+        with closing_all(proxy):
+            _lead_through(job, proxy)
+            assert job.run(0, rpc.rpc_sync, "worker1", f.identity, (MARKER,)) == MARKER
+            job.shutdown()
+        for direction in ("there", "back"):
+            assert len(proxy.recorded[direction]) > len(MARKER)
+            assert (MARKER.encode() in proxy.recorded[direction]) == (tcp["FARPROP_TLS"] == "0")
+
+
+@pytest.mark.parametrize("direction", ["there", "back"])
+def test_who_changes_a_bit_loses_the_connection(direction: str) -> None:
+    with cluster(2, {"FARPROP_TRANSPORT": "tcp"}) as job:
+        is_on = [False]
+
+        def flip(where: str, _: int, data: bytes) -> bytes:
+            if where != direction or not is_on[0]:
+                return data
+            return data[:-1] + bytes([data[-1] ^ 1])
+
+        proxy = Proxy(job.run(1, own_entry).tcp, flip)
+        with closing_all(proxy):
+            _lead_through(job, proxy)
+            assert job.run(0, call_or_say, "worker1") == 2
+            is_on[0] = True
+            said = job.run(0, call_or_say, "worker1")
+            assert re.search("ConnectionLostError: Lost the connection to worker1", said), said
+            is_on[0] = False
+            assert job.run(0, call_or_say, "worker1") == 2
+            job.shutdown()
+
+
+def test_who_injects_a_request_has_it_run_only_without_tls(tcp: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "ran"
+    meta = pickle.dumps(((str(path),), {}), 5)
+    request = pack(REQUEST, 0, 1 << 40, 0.0, b"tests.security.attackers:touch", meta)
+    with cluster(2, tcp) as job:
+        is_on = [False]
+
+        def inject(where: str, _: int, data: bytes) -> bytes:
+            return request + data if where == "there" and is_on[0] else data
+
+        proxy = Proxy(job.run(1, own_entry).tcp, inject)
+        with closing_all(proxy):
+            _lead_through(job, proxy)
+            assert job.run(0, call_or_say, "worker1") == 2
+            is_on[0] = True
+            said = job.run(0, call_or_say, "worker1")
+            is_on[0] = False
+            if tcp["FARPROP_TLS"] == "1":
+                assert "ConnectionLostError: Lost the connection to worker1" in said
+            assert job.run(0, call_or_say, "worker1") == 2
+            job.shutdown()
+    assert path.exists() == (tcp["FARPROP_TLS"] == "0")
+
+
+def test_a_recorded_connection_played_again_runs_nothing(tcp: dict[str, str]) -> None:
+    with cluster(2, tcp) as job:
+        address = job.run(1, own_entry).tcp
+        proxy = Proxy(address)
+        with closing_all(proxy):
+            _lead_through(job, proxy)
+            assert job.run(0, rpc.rpc_sync, "worker1", count) == 1
+            recorded = bytes(proxy.recorded["there"])
+            with socket.create_connection(address) as again:
+                again.settimeout(20)
+                with pytest.raises((ConnectionError, StopIteration)):
+                    again.sendall(recorded)
+                    next(iter(_all(again)))
+                    raise ConnectionResetError
+            assert job.run(0, rpc.rpc_sync, "worker1", count) == 2
+            job.shutdown()
+
+
+def _all(sock: socket.socket) -> Iterator[bytes]:
+    received = b""
+    while data := sock.recv(4096):
+        received += data
+    yield received
+
+
+def test_a_relay_that_ends_tls_on_both_sides_is_found_out() -> None:
+    with cluster(2, {"FARPROP_TRANSPORT": "tcp"}) as job:
+        relay = TlsRelay(job.run(1, own_entry).tcp)
+        with closing_all(relay):
+            _lead_through(job, relay)
+            said = job.run(0, call_or_say, "worker1")
+            assert re.search("AuthenticationError: worker1 closed the connection.*changed or relayed", said), said
+            assert relay.connections
+            assert b"FARPROP" in relay.recorded["there"]  # he saw the handshake, and could not use it
+            job.run(0, redirect, {})
+            assert job.run(0, call_or_say, "worker1") == 2
+            job.shutdown()
+
+
+def _answer_plainly(where: str, _: int, data: bytes) -> bytes:
+    return b"FARPROP\n\2\0" + os.urandom(32) if where == "back" else data
+
+
+def test_somebody_who_speaks_without_tls_to_a_dialler_that_has_it_is_refused() -> None:
+    with cluster(2, {"FARPROP_TRANSPORT": "tcp"}) as job:
+        proxy = Proxy(job.run(1, own_entry).tcp, _answer_plainly)
+        with closing_all(proxy):
+            _lead_through(job, proxy)
+            assert "ProtocolError: no TLS connection could be made" in job.run(0, call_or_say, "worker1")
+            job.run(0, redirect, {})
+            assert job.run(0, call_or_say, "worker1") == 2
+            job.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("one", "says"),
+    [
+        ({"FARPROP_TLS": "0"}, "FARPROP_TLS=0 is set on worker1 and not on the other workers"),
+        ({"FARPROP_INSECURE": "1", "FARPROP_SECRET": None}, "different secrets|worker0 has no FARPROP_SECRET"),
+    ],
+)
+def test_less_security_on_one_side_alone_is_refused_by_both(one: dict[str, str | None], says: str) -> None:
+    attacked = Store()
+    shared = {**attacked.environment, "FARPROP_TRANSPORT": "tcp", "FARPROP_SECRET": "8f14e45fceea167a5a36dedd4bea2543"}
+    with processes(2, [shared, {**shared, **one}], check=False) as job:
+        second = job.start(1, start_or_say, 1)
+        for said in (job.run(0, start_or_say, 0), second.result()):
+            assert re.search(f"RendezvousError.*({says})", said), said
+
+
+# Process groups
+
+
+def _join(rank: int) -> str:
+    try:
+        dist.init_process_group("farprop", rank=rank, world_size=2)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _reduce_or_say(rank: int) -> Any:
+    given: list[Any] = [MARKER if rank == 0 else None]
+    try:
+        dist.broadcast_object_list(given)
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return given[0], tensor.tolist()
+
+
+def _destroy() -> None:
+    dist.destroy_process_group()
+
+
+def _lead_group_through(job: Cluster, store: Store, proxy_type: type[Proxy], change: Any = None) -> Proxy:
+    """Start rank 0, find where it listens, and have rank 1 dial it through a proxy."""
+    first = job.start(0, _join, 0)
+    value = store.get("worker/0").decode()
+    address = re.search(r'"tcp":\s*\["([^"]+)",\s*(\d+)\]', value)
+    assert address is not None
+    target = address[1], int(address[2])
+    proxy = proxy_type(target, change)
+    job.run(1, redirect, {target: proxy.address})
+    job.first = first  # type: ignore[attr-defined]
+    return proxy
+
+
+def test_who_listens_to_a_group_reads_nothing(tcp: dict[str, str]) -> None:
+    store = Store()
+    with processes(2, {**store.environment, **tcp}) as job:
+        proxy = _lead_group_through(job, store, Proxy)
+        with closing_all(proxy):
+            assert (job.run(1, _join, 1), job.first.result()) == ("", "")  # type: ignore[attr-defined]
+            other = job.start(0, _reduce_or_say, 0)
+            assert job.run(1, _reduce_or_say, 1) == (MARKER, [2.0] * 3)
+            assert other.result() == (MARKER, [2.0] * 3)
+            ends = [job.start(rank, _destroy) for rank in range(2)]
+            for end in ends:
+                end.result()
+        assert (MARKER.encode() in proxy.recorded["back"]) == (tcp["FARPROP_TLS"] == "0")
+
+
+def test_who_swaps_what_a_group_sends_breaks_it() -> None:
+    """Once, the pickle of ``broadcast_object_list`` could be swapped on its way."""
+    store = Store()
+    is_on = [False]
+
+    def swap(where: str, _: int, data: bytes) -> bytes:
+        return data[:-8] + bytes(8) if where == "back" and is_on[0] and len(data) > 8 else data
+
+    with processes(2, {**store.environment, "FARPROP_TRANSPORT": "tcp"}, check=False) as job:
+        proxy = _lead_group_through(job, store, Proxy, swap)
+        with closing_all(proxy):
+            assert (job.run(1, _join, 1), job.first.result()) == ("", "")  # type: ignore[attr-defined]
+            is_on[0] = True
+            other = job.start(0, _reduce_or_say, 0)
+            said = [job.run(1, _reduce_or_say, 1), other.result()]
+            assert all(re.match("RankLostError|CollectiveError", text) for text in said), said
+            assert "altered on its way" in said[0]
+
+
+def test_a_relay_in_the_path_of_a_group_is_found_out() -> None:
+    store = Store()
+    with processes(2, {**store.environment, "FARPROP_TRANSPORT": "tcp"}, check=False) as job:
+        relay = _lead_group_through(job, store, TlsRelay)
+        with closing_all(relay):
+            said = job.run(1, _join, 1)
+            assert re.search("AuthenticationError: rank0 closed the connection.*changed or relayed", said), said
+        job.signal(0, 9)
+        with pytest.raises(Exception, match="SIGKILL"):
+            job.first.result()  # type: ignore[attr-defined]

@@ -1,0 +1,126 @@
+"""An attacker who reaches the workers' ports: he gets no time, no memory and no place of theirs."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+
+import pytest
+
+import farprop.rpc as rpc
+from farprop.config import Settings
+from farprop.protocol.roster import Entry, Identity
+from farprop.protocol.signing import CALLS, Keys
+from farprop.runtime.current import current_agent
+from farprop.runtime.dialling import Dialling, Unresponsive
+from tests.calls import functions as f
+from tests.support.peers import dial_as, own_entry, own_keys
+from tests.support.workers import cluster
+
+SLOW = 1500
+# What a slow peer sends of its first message: nothing, a part of TLS's, a part of farprop's.
+BEGINNINGS = [b"", b"\x16\x03\x01\x02\x00\x01", b"FARPROP"]
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2 * SLOW:
+        pytest.skip(f"a process can open only {hard} files here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * SLOW), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def _unproven() -> int:
+    return len(current_agent()._server._door._unproven)
+
+
+def _rss() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+def test_slow_peers_keep_nobody_out(many_files: None, kind: str) -> None:
+    with cluster(2, {"FARPROP_TRANSPORT": "tcp"} if kind == "tcp" else None, check=False) as job, ExitStack() as held:
+        entry, other, keys = job.run(0, own_entry), job.run(1, own_entry), job.run(0, own_keys)
+        before = job.run(0, _rss)
+        for number in range(SLOW):
+            sock = socket.socket(socket.AF_UNIX if kind == "unix" else socket.AF_INET)
+            held.enter_context(sock)
+            sock.settimeout(20)
+            sock.connect("\0" + entry.unix if kind == "unix" else tuple(entry.tcp))
+            try:
+                sock.send(BEGINNINGS[number % len(BEGINNINGS)])
+            except ConnectionError:
+                pass  # dropped already
+            if number % 300 == 0:
+                # Calls go on, and a worker that comes now gets in.
+                assert job.run(1, rpc.rpc_sync, "worker0", f.add, (number,)) == number + 1
+                dial_as(other.identity, keys, entry, kind).close()
+        assert job.run(0, _unproven) <= 256
+        assert job.run(1, rpc.rpc_sync, "worker0", f.add, (1,)) == 2
+        assert job.run(0, _rss) - before < 100 << 20
+
+
+class Trickle:
+    """Listens, and answers whoever dials with a byte now and then, for ever."""
+
+    def __init__(self, kind: str) -> None:
+        self.name = f"farprop-test-{time.monotonic_ns()}"
+        self._unix = socket.socket(socket.AF_UNIX)
+        self._unix.bind("\0" + self.name)
+        self._tcp = socket.create_server(("127.0.0.1", 0))
+        self._unix.listen()
+        self._ended = threading.Event()
+        self.entry = Entry(
+            "worker1", 1, 2, "x", self._tcp.getsockname(), self.name if kind == "unix" else "",
+            Dialling(ME, KEYS, True, Settings()).net, "here", 1, False,
+        )  # fmt: skip
+        self.was_cut = False
+        self._thread = threading.Thread(target=self._run, args=(self._unix if kind == "unix" else self._tcp, kind))
+        self._thread.start()
+
+    def _run(self, listener: socket.socket, kind: str) -> None:
+        sock, _ = listener.accept()
+        beginning = b"\x16\x03\x03\x40\x00" if kind == "tls" else b"FARPROP\n\2\0"
+        with sock:
+            for byte in [*beginning, *bytes(10_000)]:
+                try:
+                    sock.send(bytes([byte]))
+                except ConnectionError:
+                    self.was_cut = True
+                    return
+                if self._ended.wait(0.05):
+                    return
+
+    def close(self) -> None:
+        self._thread.join(20)
+        self._ended.set()
+        self._thread.join()
+        self._unix.close()
+        self._tcp.close()
+
+
+ME = Identity("worker0", 0, "mine", 1 << 20)
+KEYS = Keys(b"k" * 32, "job", CALLS)
+
+
+@contextmanager
+def _trickling(kind: str) -> Iterator[Trickle]:
+    with closing(Trickle(kind)) as listener:
+        yield listener
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp", "tls"])
+def test_a_listener_that_trickles_holds_a_dial_no_longer_than_its_deadline(kind: str) -> None:
+    with _trickling(kind) as listener:
+        dialling = Dialling(ME, KEYS, kind == "unix", Settings(tls=kind == "tls"))
+        with pytest.raises(Unresponsive, match="does not answer"):
+            dialling.dial(listener.entry, time.monotonic() + 1.0)
+    assert listener.was_cut  # while it had thousands of bytes left

@@ -1,0 +1,142 @@
+"""Another user of the same host: he can't connect, read memory, or stop a job by taking its paths."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import farprop.rpc as rpc
+from farprop.config import Settings
+from farprop.errors import AuthenticationError, UsageError
+from farprop.protocol.handshake import Dialler
+from farprop.protocol.roster import Entry
+from farprop.runtime.current import current_agent
+from farprop.runtime.secret import find_secret
+from tests.calls import functions as f
+from tests.security.attackers import NOBODY
+from tests.support.peers import own_entry
+from tests.support.workers import Cluster, cluster, processes
+
+pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+
+_listener: socket.socket | None = None
+
+
+def _become_nobody() -> None:
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+
+
+@pytest.fixture
+def attacker() -> Iterator[Cluster]:
+    with processes(1, check=False) as running:
+        running.run(0, _become_nobody)
+        yield running
+
+
+def _say_hello(unix: str) -> bytes:
+    """What a worker answers to the first word of somebody who dials it."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(20)
+        sock.connect("\0" + unix)
+        try:
+            sock.sendall(Dialler(b"", b"a", b"b", b"unix", os.urandom(32)).start())
+            return sock.recv(4096)
+        except ConnectionError:
+            return b""
+
+
+def test_he_can_t_connect(attacker: Cluster) -> None:
+    with cluster(2) as job:
+        unix = job.run(0, own_entry).unix
+        assert _say_hello(unix).startswith(b"FARPROP")  # the same user gets an answer
+        assert attacker.run(0, _say_hello, unix) == b""
+        assert job.run(1, rpc.rpc_sync, "worker0", f.add, (1,)) == 2
+
+
+def _listen(name: str) -> None:
+    global _listener
+    _listener = socket.socket(socket.AF_UNIX)
+    _listener.bind("\0" + name)
+    _listener.listen()
+
+
+def _dial(entry: Entry) -> None:
+    current_agent()._dialling.dial(entry, time.monotonic() + 20)
+
+
+def test_nobody_talks_to_a_socket_of_his(attacker: Cluster) -> None:
+    name = f"farprop-test-{os.getpid()}-{time.monotonic_ns()}"
+    attacker.run(0, _listen, name)
+    with cluster(2) as job:
+        led_to_him = dataclasses.replace(job.run(1, own_entry), unix=name)
+        with pytest.raises(AuthenticationError, match=rf"another user \(uid {NOBODY}\)"):
+            job.run(0, _dial, led_to_him)
+
+
+def _look_into(pid: int) -> list[str]:
+    """The ways to another process's memory that are open to this user."""
+    ways = []
+    for path in (f"/proc/{pid}/fd", f"/proc/{pid}/map_files"):
+        try:
+            ways += [name for name in os.listdir(path) if os.access(f"{path}/{name}", os.R_OK)]
+        except PermissionError:
+            pass
+    for path in (f"/proc/{pid}/mem", f"/proc/{pid}/maps", f"/proc/{pid}/environ"):
+        try:
+            os.close(os.open(path, os.O_RDONLY))
+            ways.append(path)
+        except PermissionError:
+            pass
+    return ways + [name for name in os.listdir("/dev/shm") if "farprop" in name]
+
+
+def test_he_can_t_read_shared_memory_or_the_secret(attacker: Cluster) -> None:
+    with cluster(2) as job:
+        tensor = torch.rand(1_000_000)
+        assert torch.equal(job.run(0, rpc.rpc_sync, "worker1", f.identity, (tensor,)), tensor)
+        assert _look_into(job.pid(0))  # for the user himself they are open
+        assert attacker.run(0, _look_into, job.pid(0)) == []
+
+
+@pytest.fixture
+def shared_directory() -> Iterator[Path]:
+    """As /tmp: everybody can make files there, and remove only his own."""
+    path = Path(tempfile.mkdtemp(dir="/tmp", prefix="farprop-tests-"))
+    path.chmod(0o1777)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("what", ["directory", "file", "link"])
+def test_he_can_t_stop_a_job_by_taking_its_paths(attacker: Cluster, shared_directory: Path, what: str) -> None:
+    squatted = shared_directory / f"farprop-{os.geteuid()}"
+    if what == "link":
+        attacker.run(0, os.symlink, "/", str(squatted))
+    elif what == "file":
+        attacker.run(0, os.mkfifo, str(squatted), 0o777)
+    else:
+        attacker.run(0, os.mkdir, str(squatted), 0o777)
+    with cluster(2, {"TMPDIR": str(shared_directory)}) as job:
+        assert job.run(0, rpc.rpc_sync, "worker1", f.add, (1,)) == 2
+    assert list(shared_directory.iterdir()) == [squatted]
+    assert what != "directory" or not list(squatted.iterdir())
+
+
+def test_a_secret_file_of_his_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("8f14e45fceea167a5a36dedd4bea2543")
+    file.chmod(0o600)
+    os.chown(file, NOBODY, NOBODY)
+    with pytest.raises(UsageError, match=rf"belongs to another user \(uid {NOBODY}\)"):
+        find_secret(Settings(secret_file=str(file)), "job", lambda _, value: value)
