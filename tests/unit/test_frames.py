@@ -78,7 +78,7 @@ def test_what_is_packed_comes_out_however_it_is_cut(
         assert frame.name == sent["name"]
         assert bytes(frame.meta) == sent["meta"]
         assert list(frame.gives) == sent["gives"]
-        assert [bytes(b) for b in frame.buffers if isinstance(b, bytearray)] == inline
+        assert [bytes(b) for b in frame.buffers if isinstance(b, memoryview)] == inline
         assert [b for b in frame.buffers if isinstance(b, tuple)] == [(n, s) for s, n in sent["table"] if n]
 
 
@@ -149,9 +149,9 @@ def test_a_length_over_the_cap_is_refused_before_anything_is_allocated(monkeypat
     struct.pack_into("<Q", data, frames.HEADER_SIZE - 8, 1 << 40)
     reader = FrameReader(1 << 20)
 
-    def no_bytearray(*_: object) -> bytearray:
+    def no_room(_: int) -> memoryview:
         raise AssertionError("allocated")
 
-    monkeypatch.setattr(frames, "bytearray", no_bytearray, raising=False)
+    monkeypatch.setattr(frames, "room_for", no_room)
     with pytest.raises(ProtocolError, match="larger than FARPROP_MAX_MESSAGE_BYTES"):
         feed(reader, bytes(data), [4096])

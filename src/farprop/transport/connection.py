@@ -263,7 +263,7 @@ class Connection:
                 frames += reader.received(count)
         for frame in frames:
             if frame.buffers:
-                frame.buffers = [b if type(b) is bytearray else self.borrowing.borrow(*b) for b in frame.buffers]
+                frame.buffers = [b if type(b) is memoryview else self.borrowing.borrow(*b) for b in frame.buffers]
             if frame.gives:
                 if frame.flags & FORGET:
                     self.borrowing.forget(frame.gives)

@@ -3,7 +3,7 @@
 A frame is a header of fixed size, then a body (the function's name, the segments given back, the table of
 buffers, the pickle), then the buffers that travel inline. Rules that hold here:
 
-- Every length is checked against the cap before anything is allocated for it.
+- Every length is checked against the cap before anything is allocated for it, and memory grows as bytes come.
 - Garbage either parses or raises ``ProtocolError``, never anything else.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from farprop.errors import ProtocolError
+from farprop.wire.room import room_for
 
 REQUEST = 1  # run a function
 ANSWER = 2  # its value
@@ -55,7 +56,7 @@ class Frame:
         call_id: int,
         seconds: float,
         name: bytes,
-        meta: bytes | bytearray | memoryview,
+        meta: bytes | memoryview,
         gives: Sequence[int],
         buffers: list[Any],
     ) -> None:
@@ -100,24 +101,20 @@ class FrameReader:
         self._filled = 0
         # The frame whose body or inline buffers are still coming, when it doesn't fit the small buffer.
         self._head: tuple[int, int, int, int, int, int, float, int] | None = None
-        self._pieces: list[memoryview] = []  # the memory still to fill, first one partly filled
+        self._piece: memoryview | None = None  # its body, or one of its buffers: the memory that is being filled
         self._piece_filled = 0
-        self._body: bytearray | None = None
-        self._frame: Frame | None = None
+        self._frame: Frame | None = None  # when it is the buffers that come
+        self._next_buffer = 0
 
     def target(self) -> memoryview:
-        if self._pieces:
-            return self._pieces[0][self._piece_filled :]
+        if self._piece is not None:
+            return self._piece[self._piece_filled :]
         return self._small[self._filled :] if self._filled else self._small
 
     def received(self, count: int) -> list[Frame]:
-        if self._pieces:
+        if self._piece is not None:
             self._piece_filled += count
-            if self._piece_filled < len(self._pieces[0]):
-                return []
-            self._pieces.pop(0)
-            self._piece_filled = 0
-            return self._piece_done()
+            return self._piece_done(self._piece) if self._piece_filled == len(self._piece) else []
         if not self._filled and count >= HEADER_SIZE:
             # Almost every message: one small frame, whole, and nothing after it.
             head = _HEADER.unpack_from(self._small)
@@ -143,10 +140,10 @@ class FrameReader:
                 if HEADER_SIZE + body > _SMALL:
                     # Too large for the small buffer: its body gets memory of its own.
                     have = small[at + HEADER_SIZE : filled]
-                    own = bytearray(body)
+                    own = room_for(body)
                     own[: len(have)] = have
                     self._filled = 0
-                    self._expect_body(head, own, len(have))
+                    self._head, self._piece, self._piece_filled = head, own, len(have)
                     return frames
                 break
             if not head[2] and not head[4]:
@@ -158,12 +155,9 @@ class FrameReader:
                 continue
             frame = self._frame_of(head, bytes(small[at + HEADER_SIZE : end]))
             at = end
-            inline = [b for b in frame.buffers if type(b) is bytearray]
-            if inline:
+            if self._expect_buffer(frame, 0):
                 rest = small[at:filled]
                 self._filled = 0
-                self._frame = frame
-                self._pieces = [memoryview(b) for b in inline]
                 frames.extend(self._pour(rest))
                 return frames
             frames.append(frame)
@@ -187,25 +181,28 @@ class FrameReader:
             at += count
         return frames
 
-    def _expect_body(self, head: tuple[int, int, int, int, int, int, float, int], own: bytearray, filled: int) -> None:
-        self._head, self._body = head, own
-        self._pieces = [memoryview(own)]
-        self._piece_filled = filled
+    def _expect_buffer(self, frame: Frame, first: int) -> bool:
+        """Make room for the next of the frame's buffers that comes inline; False if there is none. One at a time: many
+        that were only announced would be much memory, too.
+        """
+        for index in range(first, len(frame.buffers)):
+            segment, length = frame.buffers[index]
+            if not segment:
+                frame.buffers[index] = self._piece = room_for(length)
+                self._piece_filled = 0
+                self._frame, self._next_buffer = frame, index + 1
+                return True
+        self._frame = self._piece = None
+        return False
 
-    def _piece_done(self) -> list[Frame]:
-        if self._body is not None and self._head is not None:
-            body, head = self._body, self._head
-            self._body = self._head = None
-            frame = self._frame_of(head, body)
-            self._pieces = [memoryview(b) for b in frame.buffers if type(b) is bytearray]
-            if self._pieces:
-                self._frame = frame
-                return []
-            return [frame]
-        if self._pieces:
-            return []
-        frame, self._frame = self._frame, None  # type: ignore[assignment]
-        return [frame]
+    def _piece_done(self, piece: memoryview) -> list[Frame]:
+        if self._frame is None:
+            assert self._head is not None
+            frame, first = self._frame_of(self._head, piece), 0
+            self._head = None
+        else:
+            frame, first = self._frame, self._next_buffer
+        return [] if self._expect_buffer(frame, first) else [frame]
 
     def _check(self, head: tuple[int, int, int, int, int, int, float, int]) -> int:
         """The length of the body, after the header has been found to be sane."""
@@ -219,7 +216,7 @@ class FrameReader:
             raise ProtocolError(f"a frame of {body} bytes is larger than FARPROP_MAX_MESSAGE_BYTES={self._max_bytes}")
         return body
 
-    def _frame_of(self, head: tuple[int, int, int, int, int, int, float, int], body: bytes | bytearray) -> Frame:
+    def _frame_of(self, head: tuple[int, int, int, int, int, int, float, int], body: bytes | memoryview) -> Frame:
         kind, flags, buffer_count, name_length, give_count, call_id, seconds, meta_length = head
         if not buffer_count and not give_count:
             return Frame(
@@ -238,5 +235,5 @@ class FrameReader:
                 raise ProtocolError(
                     f"a buffer of {length} bytes is empty or larger than FARPROP_MAX_MESSAGE_BYTES={self._max_bytes}"
                 )
-            buffers.append((segment, length) if segment else bytearray(length))
+            buffers.append((segment, length))
         return Frame(kind, flags, call_id, seconds, bytes(body[:name_length]), memoryview(body)[at:], gives, buffers)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from farprop.distributed.native.frames import Kind
 from farprop.errors import CollectiveError
+from farprop.wire.room import room_for
 
 
 class Receipt:
@@ -102,7 +103,7 @@ class Inbox:
         if receipt_ is not None and receipt_.problem(letter.source, letter.text, letter.length) is None:
             letter.room = receipt_.room
         else:
-            letter.room = memoryview(bytearray(letter.length))
+            letter.room = room_for(letter.length)
 
     def close(self, letter: Letter) -> None:
         """All of it is here."""

@@ -1,0 +1,90 @@
+"""What is announced costs nothing: memory grows as bytes come."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+import pytest
+
+from farprop.distributed.native import frames as group_frames
+from farprop.distributed.native.frames import Kind
+from farprop.distributed.native.mesh import Mesh
+from farprop.errors import ProtocolError, RankLostError
+from farprop.wire.frames import REQUEST, FrameReader, pack
+from farprop.wire.room import room_for
+from tests.security.raw import memory, proven, serves
+from tests.support.workers import cluster
+
+pytestmark = pytest.mark.one_transport
+
+GIB = 1 << 30
+HEADER = struct.Struct("<BBHHHQdQ")
+BOMBS = {
+    "a large body": HEADER.pack(REQUEST, 0, 0, 0, 0, 1, 0.0, GIB),
+    "a large buffer": pack(REQUEST, 0, 1, 0.0, b"", b"", [(GIB, 0)]),
+    "many buffers": pack(REQUEST, 0, 1, 0.0, b"", b"", [(200_000, 0)] * 65_000),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_header_alone_takes_no_memory(bomb: str) -> None:
+    with cluster(2) as c:
+        with proven(c) as connection:
+            serves(c)
+            before = memory(c.pid(0))
+            connection.sendall(BOMBS[bomb] + bytes(1000))
+            while c.run(0, _bytes_expected) < 100_000:
+                pass  # the worker has still to read it
+            serves(c)
+            assert memory(c.pid(0)) - before < 50 << 20
+        serves(c)
+
+
+def _bytes_expected() -> int:
+    """How much room readers of this worker have for what is to come."""
+    from farprop.runtime.current import current_agent
+
+    connections = list(current_agent()._server._connections.values())
+    pieces = [connection._reader._piece for connection in connections]
+    return sum(len(piece) for piece in pieces if piece is not None)
+
+
+def test_what_there_is_no_memory_for_is_an_error_of_its_connection() -> None:
+    data = HEADER.pack(REQUEST, 0, 0, 0, 0, 1, 0.0, 1 << 60)
+    reader = FrameReader(1 << 62)
+    reader.target()[: len(data)] = data
+    with pytest.raises(ProtocolError, match="no memory"):
+        reader.received(len(data))
+    with pytest.raises(ProtocolError, match="no memory"):
+        room_for(1 << 70)
+
+
+def test_a_message_that_a_rank_announces_takes_no_memory() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        mesh = Mesh(0, {1: ours}, 2 * GIB, lambda: None)
+        try:
+            before = memory()
+            theirs.sendall(group_frames.pack(Kind.MESSAGE, 7, "int8", GIB) + bytes(1000))
+            while mesh._readers[1]._letter is None:
+                pass
+            assert memory() - before < 50 << 20
+        finally:
+            mesh.close()
+
+
+def test_a_message_that_there_is_no_memory_for_loses_its_rank_and_no_thread() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        mesh = Mesh(0, {1: ours}, 1 << 62, lambda: None)
+        try:
+            theirs.settimeout(60)
+            theirs.sendall(group_frames.pack(Kind.MESSAGE, 7, "int8", 1 << 60))
+            while theirs.recv(4096):
+                pass
+            assert isinstance(mesh.standing.failure, RankLostError)
+            assert "no memory" in str(mesh.standing.failure)
+            assert mesh._thread.is_alive()
+        finally:
+            mesh.close()
