@@ -11,6 +11,7 @@ from farprop.errors import AuthenticationError, ConnectionLostError, FarpropErro
 from farprop.protocol.handshake import PROVEN, READY, Listener
 from farprop.protocol.roster import Identity
 from farprop.runtime.loop import IN, Loop
+from farprop.runtime.sparing import SparingLog
 from farprop.transport.tls import Stream, TlsSocket
 
 _log = logging.getLogger("farprop.serving")
@@ -117,6 +118,7 @@ class Door:
         self._listeners: list[socket.socket] = []
         self._deaf_until = 0.0
         self._unproven: dict[int, Unproven] = {}
+        self._refusals = SparingLog(_log)
 
     def listen(self, listener: socket.socket) -> None:
         self._listeners.append(listener)
@@ -151,7 +153,7 @@ class Door:
             self._loop.set_alarm(unproven.deadline)
 
     def refuse(self, unproven: Unproven, why: str) -> None:
-        _log.warning("refused a connection to %s: %s", self._worker, why)
+        self._refusals.warning("refused a connection to %s: %s", self._worker, why)
         self._drop(unproven)
         unproven.sock.close()
 

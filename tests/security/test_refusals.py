@@ -1,0 +1,38 @@
+"""Strangers can't fill the disk with what is logged about them."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tests.calls.test_trust import _closes, _connect, _serves
+from tests.support.workers import cluster
+
+pytestmark = pytest.mark.one_transport
+
+
+class _Count(logging.Handler):
+    lines = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _Count.lines += "refused a connection" in record.getMessage()
+
+
+def _start_counting() -> None:
+    logging.getLogger("farprop.serving").addHandler(_Count())
+
+
+def _lines() -> int:
+    return _Count.lines
+
+
+def test_many_refusals_are_few_lines() -> None:
+    with cluster(2) as c:
+        c.run(0, _start_counting)
+        for _ in range(200):
+            with _connect(c, "tcp") as connection:
+                connection.sendall(b"\xff" * 2000)
+                assert _closes(connection)
+        _serves(c)
+        assert 1 <= c.run(0, _lines) <= 20
