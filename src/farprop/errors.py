@@ -28,6 +28,10 @@ class ConnectionLostError(FarpropError, ConnectionError):
     """The other worker could not be reached, or went away before it answered."""
 
 
+class OverloadedError(FarpropError):
+    """Too many requests wait at the other worker already, so this one was not run."""
+
+
 class ReferenceLostError(ConnectionLostError):
     """The value of a remote reference can't be had any more: its owner died, or it was never made."""
 

@@ -127,6 +127,7 @@ class Agent:
             self.gradients.contexts,
             self._devices,
             self.gate,
+            self._settings.max_message_bytes,
         )
         try:
             self._own_entry = self._listen(options, world_size)

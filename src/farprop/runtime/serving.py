@@ -28,6 +28,7 @@ from farprop.runtime.gradients import anomaly
 from farprop.runtime.gradients.contexts import Context, Contexts, current_context, take_head
 from farprop.runtime.loop import HANGUP, IN, OUT, STALL, Loop
 from farprop.runtime.references import ReferenceSpace
+from farprop.runtime.waiting import MOST_UNREAD, Waiting
 from farprop.transport.connection import Connection
 from farprop.transport.sockets import make_ready
 from farprop.transport.tls import Stream, TlsSocket
@@ -79,6 +80,7 @@ class Server:
         contexts: Contexts,
         devices: DeviceMaps,
         gate: Gate,
+        max_message_bytes: int,
     ) -> None:
         self.active = 0  # requests that came and are not answered yet
         self.active_async = 0  # those of them whose function has returned a future
@@ -94,6 +96,7 @@ class Server:
         self._contexts = contexts
         self._devices = devices
         self._gate = gate
+        self._waiting = Waiting(worker, max_message_bytes)
         # Requests can come before the callers' maps are known.
         self._encode_value = careful(encode_value)
         self._encode_object = careful(encode)
@@ -153,11 +156,17 @@ class Server:
 
     def _on_events(self, connection: Connection, mask: int) -> None:
         try:
-            if mask & OUT and connection.flush():
-                self._loop.change(connection.fd, IN | HANGUP)
-                if connection.outbox_bytes:
-                    self._want_output(connection)  # filled again before the change took effect
+            if mask & OUT:
+                if connection.flush():
+                    self._loop.change(connection.fd, IN | HANGUP)
+                    if connection.outbox_bytes:
+                        self._want_output(connection)  # filled again before the change took effect
+                self._go_on(connection)
             if mask & ~OUT == 0:
+                return
+            if connection.outbox_bytes > MOST_UNREAD and mask & ~(IN | OUT) == 0:
+                self._waiting.pause(connection)
+                self._loop.change(connection.fd, HANGUP | OUT)
                 return
             frames = connection.receive()
         except BlockingIOError:
@@ -180,7 +189,7 @@ class Server:
                     self._loop.push_answer(
                         self._run, connection, frame, late
                     )  # short, and never held up by users' calls
-                else:
+                elif self._admit(connection, frame):
                     self._loop.push_request(self._run, connection, frame, late)
             elif frame.kind != NOTICE:
                 _log.error("closed the connection from %s: frame kind %d", connection.peer, frame.kind)
@@ -196,12 +205,32 @@ class Server:
             self._count(frame.flags, -1)
             self._close(connection)
             return
+        if not frame.flags & SYSTEM and not self._admit(connection, frame):
+            return
         if unconfirmed:
             self._references.when_confirmed(
                 unconfirmed, lambda: self._loop.submit_request(self._run, connection, frame, late)
             )
         else:
             self._loop.push_request(self._run, connection, frame, late)
+
+    def _admit(self, connection: Connection, frame: Frame) -> bool:
+        error = self._waiting.admit(connection, frame)
+        if error is None:
+            return True
+        reply = Reply(connection, frame.flags, frame.call_id, None)
+        if frame.arrivals is not None:
+            reply.creation = frame.arrivals.creation
+        self._loop.push_answer(self._fail, reply, error)
+        return False
+
+    def _go_on(self, connection: Connection) -> None:
+        """Run what was held back, and read on, if the caller has taken its answers or is gone."""
+        held = self._waiting.resume(connection)
+        if held is not None:
+            self._want_output(connection)
+            for run in held:
+                self._loop.submit_request(run)
 
     def close_connections_of(self, rank: int) -> None:
         for connection in [c for c in list(self._connections.values()) if c.rank == rank]:
@@ -216,6 +245,7 @@ class Server:
         self._loop.remove(connection.fd)
         if connection.close():
             self._on_peer_lost(connection)
+        self._go_on(connection)
 
     # Running requests
 
@@ -228,6 +258,12 @@ class Server:
             and self._gate.hold(connection.peer, name, partial(self._run, connection, frame, late))
         ):
             return
+        if not flags & SYSTEM:
+            if connection.outbox_bytes > MOST_UNREAD and self._waiting.hold(
+                connection, partial(self._run, connection, frame, late)
+            ):
+                return
+            self._waiting.begin(connection, frame)
         reply = Reply(connection, flags, frame.call_id, None)
         if frame.arrivals is not None:
             reply.creation = frame.arrivals.creation

@@ -1,0 +1,136 @@
+"""Callers that send more than a worker can run, or don't read what it answers."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import farprop.rpc as rpc
+from farprop.errors import OverloadedError
+from farprop.runtime import waiting
+from farprop.runtime.current import current_agent
+from farprop.wire.frames import REQUEST, pack
+from tests.calls import functions as f
+from tests.security.raw import memory, proven, serves
+from tests.support.workers import cluster
+
+pytestmark = pytest.mark.one_transport
+
+
+def _set_limits(requests: int, size: int) -> None:
+    waiting.MOST_REQUESTS = requests
+    current_agent()._server._waiting._most_bytes = size
+
+
+def _nothing_waits() -> bool:
+    state = current_agent()._server._waiting
+    return not state._bytes and not any(state._counts.values()) and not state._held
+
+
+_futures: list[Any] = []
+_references: list[Any] = []
+
+
+def _send_many(count: int, argument: Any) -> None:
+    _futures.append(rpc.rpc_async("worker0", f.wait_for_gate))
+    _futures.extend(rpc.rpc_async("worker0", f.identity, (argument,)) for _ in range(count))
+
+
+def _are_refused(argument: Any) -> None:
+    with pytest.raises(OverloadedError):
+        rpc.rpc_sync("worker0", f.identity, (argument,))
+    _references.append(rpc.remote("worker0", f.identity, (argument,)))
+    own = rpc.RRef(torch.ones(1))
+    with pytest.raises(OverloadedError):
+        rpc.rpc_sync("worker0", f.identity, ((own, argument),))
+
+
+def _was_not_made() -> None:
+    with pytest.raises(OverloadedError):
+        _references.pop().to_here()
+
+
+def _outcomes() -> tuple[int, list[str]]:
+    """How many came through, and what the others say."""
+    done, refused = 0, []
+    _futures.reverse()
+    while _futures:
+        try:
+            _futures.pop().wait()
+            done += 1
+        except OverloadedError as error:
+            refused.append(str(error))
+    return done, refused
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("limit", ["number", "bytes"])
+def test_requests_over_the_limit_are_refused_at_once_and_the_others_run(limit: str, transport: str) -> None:
+    argument = torch.zeros(1 if limit == "number" else 250_000)
+    with cluster(3, {"FARPROP_TRANSPORT": transport}, options={"num_worker_threads": 1}) as c:
+        c.run(0, _set_limits, 100, 1 << 40 if limit == "number" else 50_500_000)
+        c.run(1, _send_many, 200, argument)
+        c.run(1, _are_refused, argument)
+        if limit == "number":
+            # The limit is for each caller. This one waits, as ever.
+            other = c.start(2, rpc.rpc_sync, "worker0", f.add, (1,))
+        c.run(0, f.open_gate)
+        done, refused = c.run(1, _outcomes)
+        c.run(1, _was_not_made)
+        if limit == "number":
+            assert other.result() == 2
+            assert 100 <= done <= 102
+            assert "100 requests of worker1 wait there" in refused[0]
+        else:
+            assert 49 <= done <= 52
+            assert "is the most" in refused[0]
+        assert "worker0 did not run tests.calls.functions:identity" in refused[0]
+        assert done + len(refused) == 201
+        assert c.run(0, _nothing_waits)
+        assert c.run(1, rpc.rpc_sync, "worker0", f.add, (1,)) == 2
+
+
+def test_a_caller_that_reads_no_answers_is_not_read_either_and_the_others_are_served() -> None:
+    # Each is of 16 kilobytes, and asks for a megabyte.
+    request = pack(REQUEST, 0, 1, 0.0, b"_operator:mul", pickle.dumps(((bytes(1 << 14), 64), {})))
+    with cluster(2) as c:
+        serves(c)
+        before = memory(c.pid(0))
+        with proven(c) as connection:
+            connection.settimeout(2)
+            sent = 0
+            with pytest.raises(TimeoutError):
+                while sent < 200 << 20:
+                    sent += connection.send(request[sent % len(request) :])
+            assert sent < 50 << 20  # what the system holds, and what was read before the answers were too many
+            serves(c)
+            assert c.run(0, _outboxes) < waiting.MOST_UNREAD + (50 << 20)
+            assert memory(c.pid(0)) - before < 300 << 20
+            # Now it reads: everything comes after all, in spite of what was held back.
+            connection.settimeout(60)
+            _take(connection, 200 << 20)
+            serves(c)
+        _until(c, _nothing_waits)
+
+
+def _outboxes() -> int:
+    return sum(connection.outbox_bytes for connection in current_agent()._server._connections.values())
+
+
+def _take(connection: socket.socket, count: int) -> None:
+    room = bytearray(1 << 20)
+    while count > 0:
+        got = connection.recv_into(room)
+        assert got
+        count -= got
+
+
+def _until(c: Any, fact: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not c.run(0, fact):
+        assert time.monotonic() < deadline
