@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 
 import pytest
 
@@ -76,13 +77,15 @@ def test_a_message_that_a_rank_announces_takes_no_memory() -> None:
 
 def test_a_message_that_there_is_no_memory_for_loses_its_rank_and_no_thread() -> None:
     ours, theirs = socket.socketpair()
+    news = threading.Event()
     with theirs:
-        mesh = Mesh(0, {1: ours}, 1 << 62, lambda: None)
+        mesh = Mesh(0, {1: ours}, 1 << 62, news.set)
         try:
             theirs.settimeout(60)
             theirs.sendall(group_frames.pack(Kind.MESSAGE, 7, "int8", 1 << 60))
             while theirs.recv(4096):
                 pass
+            assert news.wait(60)
             assert isinstance(mesh.standing.failure, RankLostError)
             assert "no memory" in str(mesh.standing.failure)
             assert mesh._thread.is_alive()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farprop.errors import CollectiveMismatchError, CollectiveTimeoutError, RankLostError
+from farprop.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, RankLostError
 from farprop.protocol.agreement import Agreement
 
 
@@ -100,3 +100,33 @@ def test_a_lost_rank_stays_one_whoever_says_so():
     ours.begin("a")
     ours.stumble(RankLostError("Rank 0 can't reach rank 1: it is gone."))
     assert isinstance(ours.failure, RankLostError)
+
+
+def test_a_rank_may_run_far_ahead_but_not_without_end():
+    ours = Agreement(0, 3)
+    ours.begin("a")
+    for number in range(2, 50_000):
+        for _ in range(3):  # it sends several parts, each with the statement
+            ours.hear(1, number, "a")
+    assert ours.failure is None
+    for _ in range(2, 50_000):
+        ours.begin("a")
+    ours.validate()
+    assert not ours._early_bytes[1]
+    for number in range(50_000, 150_000):
+        ours.hear(1, number, "a" * 4096)
+    assert type(ours.failure) is CollectiveError
+    assert "Rank 1 is at collective" in str(ours.failure)
+    assert "rank 0 still at 49999" in str(ours.failure)
+    assert not ours._early
+    assert not ours.is_announced  # so the others are told
+    ours.hear(2, 60_000, "a")
+    assert not ours._early
+
+
+def test_a_rank_that_contradicts_itself():
+    ours = Agreement(0, 3)
+    ours.begin("a")
+    ours.hear(1, 7, "a")
+    ours.hear(1, 7, "b")
+    assert "Rank 1 called a, and also b, as collective 7" in str(ours.failure)

@@ -6,19 +6,25 @@ object here is one rank's view of the group. Rules that hold:
 - Two ranks that state different things for one number break the group, whichever statement is heard first.
 - A rank that dies, or that one of the others can't reach, breaks it. One that leaves does not: it may have done its
   part in what others have not even begun. But nobody can wait for it.
+- A rank may run ahead of the others: a root sends, and goes on. What it states is kept until they come there, but not
+  without end.
 - The first thing that breaks a group is what every later call raises. A rank that found it out by itself tells the
   others; one that was told does not.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection
 
 from farprop.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, RankLostError
 
 # A statement may come when its collective is long over here: a root sends, and goes on. So many are kept to compare.
 _KEPT = 256
+# And so many bytes of what one rank states ahead of us: a million statements or so, each with what it takes beside its
+# text.
+_MOST_EARLY = 256 << 20
+_OVERHEAD = 200
 _ADVICE = "Every rank of a group has to call the same collectives in the same order."
 
 
@@ -32,7 +38,8 @@ class Agreement:
         self.failure: CollectiveError | None = None
         self.is_announced = False
         self._own: dict[int, str] = {}
-        self._early: dict[int, list[tuple[int, str]]] = {}
+        self._early: dict[int, dict[int, str]] = {}  # by number and rank
+        self._early_bytes: Counter[int] = Counter()  # by rank
         self._heard: set[int] = set()  # who has stated the current number
         self._left: set[int] = set()
         self._order: deque[int] = deque()
@@ -47,7 +54,8 @@ class Agreement:
         if len(self._order) > _KEPT:
             del self._own[self._order.popleft()]
         self._heard.clear()
-        for rank, theirs in self._early.pop(self.number, ()):
+        for rank, theirs in self._early.pop(self.number, {}).items():
+            self._early_bytes[rank] -= len(theirs) + _OVERHEAD
             self.hear(rank, self.number, theirs)
         if self.failure is not None:
             raise self.failure
@@ -55,8 +63,10 @@ class Agreement:
 
     def hear(self, rank: int, number: int, statement: str) -> None:
         """Another rank has stated something."""
+        if self.failure is not None:
+            return  # nobody will call anything any more
         if number > self.number:
-            self._early.setdefault(number, []).append((rank, statement))
+            self._hear_early(rank, number, statement)
             return
         if number == self.number:
             self._heard.add(rank)
@@ -66,6 +76,25 @@ class Agreement:
                     f"Rank {self.rank} called {self._own[number]}, and rank {rank} called {statement}, as collective "
                     f"{number} of their group. {_ADVICE}"
                 )
+            )
+
+    def _hear_early(self, rank: int, number: int, statement: str) -> None:
+        early = self._early.setdefault(number, {})
+        if rank in early:
+            if early[rank] != statement:
+                self._fail(
+                    CollectiveMismatchError(
+                        f"Rank {rank} called {early[rank]}, and also {statement}, as collective {number} of the group."
+                    )
+                )
+            return
+        early[rank] = statement
+        self._early_bytes[rank] += len(statement) + _OVERHEAD
+        if self._early_bytes[rank] > _MOST_EARLY:
+            self.break_down(
+                f"Rank {rank} is at collective {number} of the group, and rank {self.rank} still at {self.number}. "
+                f"What it has stated meanwhile takes more than {_MOST_EARLY >> 20} MiB. Have ranks that run ahead wait "
+                "for the others now and then, such as in a barrier."
             )
 
     def die(self, rank: int, why: str) -> None:
@@ -111,6 +140,11 @@ class Agreement:
                 f"{type(error).__name__}: {error}"
             )
         )
+
+    def break_down(self, why: str) -> None:
+        """Something went wrong outside of any collective, and this rank can't go on with the others."""
+        self._fail(CollectiveError(f"{why} The group can't be used any more."))
+        self._early.clear()
 
     def blame(self, awaited: Collection[int]) -> CollectiveError | None:
         """Why it is in vain to wait for these ranks; None if it is not."""

@@ -145,7 +145,7 @@ class Door:
             try:
                 unproven = Unproven(self, sock, *self._accepted(sock))
             except FarpropError as error:
-                _log.warning("refused a connection to %s: %s", self._worker, error)
+                self._refusals.warning("refused a connection to %s: %s", self._worker, error)
                 sock.close()
                 continue
             self._unproven[sock.fileno()] = unproven

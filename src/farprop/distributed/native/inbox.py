@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from farprop.distributed.native.frames import Kind
 from farprop.errors import CollectiveError
 from farprop.wire.room import room_for
+
+# Of what one rank has sent and nobody here has asked for. Programs send ahead as they like, and so do roots of
+# collectives; but what is over this fails the group, because it might never be asked for.
+_MOST_LETTERS = 1_000_000
+_MOST_BYTES = 1 << 30  # or the largest message that is taken, if that is more
 
 
 class Receipt:
@@ -68,7 +73,10 @@ class Letter:
 class Inbox:
     """Brings letters and receipts together, in the order of each."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_length: int) -> None:
+        self._most_bytes = max(_MOST_BYTES, max_length)
+        self._counts: Counter[int] = Counter()  # of letters that nobody has asked for, by rank
+        self._bytes: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._letters: deque[Letter] = deque()
         self._receipts: list[Receipt] = []
@@ -79,6 +87,8 @@ class Inbox:
             for letter in self._letters:
                 if letter.receipt is None and receipt.fits(letter.kind, letter.source, letter.key):
                     self._letters.remove(letter)
+                    self._counts[letter.source] -= 1
+                    self._bytes[letter.source] -= letter.length
                     letter.receipt = receipt
                     break
             else:
@@ -89,7 +99,7 @@ class Inbox:
             self._hand_over(letter)
 
     def open(self, letter: Letter) -> None:
-        """A letter begins to come: give it room."""
+        """A letter begins to come: give it room. Raises ``CollectiveError`` if too many have come already."""
         with self._lock:
             for receipt in self._receipts:
                 if receipt.fits(letter.kind, letter.source, letter.key):
@@ -98,12 +108,24 @@ class Inbox:
                     letter.receipt = receipt
                     break
             else:
-                self._letters.append(letter)
+                self._keep(letter)
         receipt_ = letter.receipt
         if receipt_ is not None and receipt_.problem(letter.source, letter.text, letter.length) is None:
             letter.room = receipt_.room
         else:
             letter.room = room_for(letter.length)
+
+    def _keep(self, letter: Letter) -> None:
+        source, count, size = letter.source, self._counts[letter.source], self._bytes[letter.source]
+        if count >= _MOST_LETTERS or (size and size + letter.length > self._most_bytes):
+            raise CollectiveError(
+                f"{count} messages of {size} bytes that rank {source} has sent were not received, and the next has "
+                f"{letter.length} bytes. The most are {_MOST_LETTERS} messages and {self._most_bytes} bytes. Receive "
+                "them, or have that rank wait before it sends more."
+            )
+        self._counts[source] += 1
+        self._bytes[source] += letter.length
+        self._letters.append(letter)
 
     def close(self, letter: Letter) -> None:
         """All of it is here."""

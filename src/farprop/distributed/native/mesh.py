@@ -38,7 +38,7 @@ class Mesh:
     def __init__(self, rank: int, peers: Mapping[int, Stream], max_length: int, on_news: Callable[[], None]) -> None:
         self.rank = rank
         self.standing = Standing(rank, len(peers) + 1, self._on_failure)
-        self.inbox = Inbox()
+        self.inbox = Inbox(max_length)
         self._on_news = on_news
         self._locks = {peer: threading.Lock() for peer in peers}
         self._sockets = dict(peers)
@@ -147,6 +147,14 @@ class Mesh:
             self.inbox.give_up(receipt, failure)
 
     def _run(self) -> None:
+        try:
+            self._read_all()
+        except BaseException as error:
+            # Nobody would hear of anything any more: neither here, nor those who wait for this rank.
+            for peer in self._sockets:
+                self._give_up(peer, error)
+
+    def _read_all(self) -> None:
         seconds = pulse.LOOK_SECONDS if self._watched else None
         next_look = 0.0
         while True:
@@ -163,6 +171,8 @@ class Mesh:
                             break
                 except (OSError, ProtocolError) as error:
                     self._lose(peer, str(error) or type(error).__name__)
+                except Exception as error:
+                    self._give_up(peer, error)
                 if peer in self._gone and peer in ready:
                     self._selector.unregister(self._sockets[peer])
             if seconds is not None and time.monotonic() >= next_look:
@@ -176,6 +186,16 @@ class Mesh:
             for peer, sock in self._sockets.items()
             if isinstance(sock, TlsSocket) and sock.has_more and peer not in self._gone
         }
+
+    def _give_up(self, peer: int, error: BaseException) -> None:
+        """Reading from this rank failed here, by no fault of the connection."""
+        if type(error) is CollectiveError:
+            why = str(error)
+        else:
+            _log.error("rank %d can't read from rank %d", self.rank, peer, exc_info=error)
+            why = f"{type(error).__name__}: {error}"
+        self.standing.break_down(f"Rank {self.rank} can't read any more from rank {peer}: {why.rstrip('.')}.")
+        self._lose(peer, why)
 
     def _look(self) -> None:
         for peer in self._watched:

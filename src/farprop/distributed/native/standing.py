@@ -56,6 +56,10 @@ class Standing:
         with self:
             self._agreement.stumble(error)
 
+    def break_down(self, why: str) -> None:
+        with self:
+            self._agreement.break_down(why)
+
     def check(self, awaited: Collection[int], call: Call) -> None:
         """Raise if it is in vain to wait for these ranks, or time is up."""
         with self:

@@ -1,0 +1,159 @@
+"""What ranks send ahead is kept, but not without end; and a rank that can't read any more says so to all."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from farprop.distributed.native import inbox
+from farprop.distributed.native.frames import HEADER, Kind, pack, unpack
+from farprop.distributed.native.inbox import Inbox, Receipt
+from farprop.distributed.native.mesh import Mesh
+from farprop.errors import CollectiveError, RankLostError
+from tests.groups.kinds import default_group
+from tests.groups.native.places import environment
+from tests.support.workers import run_workers
+
+
+def sent_ahead(rank: int, size: int, count: int) -> None:
+    with default_group("farprop", rank, size):
+        x = torch.zeros(1, dtype=torch.int64)
+        if rank == 0:
+            for number in range(count):
+                dist.isend(torch.tensor([number]), 1)
+            dist.barrier()
+        else:
+            dist.barrier()  # when all of them are here
+            for number in range(count):
+                dist.recv(x, 0)
+                assert x.item() == number
+            group: Any = dist.group.WORLD
+            kept = group._mesh.inbox
+            assert not any(kept._counts.values())
+            assert not any(kept._bytes.values())
+
+
+@pytest.mark.parametrize("place", ["one", "tcp"])
+def test_thousands_of_messages_may_be_sent_ahead(place):
+    run_workers(sent_ahead, 2, (2, 20_000), environment(place, 2))
+
+
+def ran_ahead(rank: int, size: int, count: int) -> None:
+    with default_group("farprop", rank, size):
+        late = dist.distributed_c10d._get_default_store()
+        if rank == 0:
+            for number in range(count):
+                dist.broadcast(torch.tensor([number]), 0)
+            late.set("ahead", "")
+        else:
+            late.wait(["ahead"])
+            x = torch.zeros(1, dtype=torch.int64)
+            for number in range(count):
+                dist.broadcast(x, 0)
+                assert x.item() == number
+
+
+def test_a_root_may_be_thousands_of_collectives_ahead():
+    run_workers(ran_ahead, 2, (2, 20_000), environment("tcp", 2))
+
+
+@contextmanager
+def rank_0() -> Iterator[tuple[Mesh, socket.socket, socket.socket]]:
+    """A mesh, and the other ends of its connections to ranks 1 and 2."""
+    (first, one), (second, two) = socket.socketpair(), socket.socketpair()
+    with one, two:
+        one.settimeout(60)
+        two.settimeout(60)
+        mesh = Mesh(0, {1: first, 2: second}, 1 << 20, lambda: None)
+        try:
+            yield mesh, one, two
+        finally:
+            mesh.close()
+
+
+def hears_that_it_is_broken(sock: socket.socket) -> str:
+    header = sock.recv(HEADER.size, socket.MSG_WAITALL)
+    kind, length, _, _ = unpack(header, 1 << 20)
+    assert kind is Kind.BROKEN
+    return sock.recv(length, socket.MSG_WAITALL).decode()
+
+
+@pytest.mark.parametrize("limit", ["number", "bytes"])
+def test_too_much_that_nobody_receives_breaks_the_group_and_names_the_rank(limit, monkeypatch):
+    if limit == "number":
+        monkeypatch.setattr(inbox, "_MOST_LETTERS", 100)
+    else:
+        monkeypatch.setattr(inbox, "_MOST_BYTES", 100_000)
+    length = 10 if limit == "number" else 20_000
+    message = pack(Kind.MESSAGE, 7, "int8", length) + bytes(length)
+    ended: SimpleQueue[Exception | None] = SimpleQueue()
+    with rank_0() as (mesh, one, two):
+        mesh.inbox._most_bytes = min(mesh.inbox._most_bytes, 100_000)
+        room = bytearray(4)
+        mesh.expect(Receipt(Kind.MESSAGE, 1, 9, memoryview(room), "int8", lambda _, error: ended.put(error)))
+        for _ in range(6 if limit == "bytes" else 101):
+            one.sendall(message)
+        for sock in (one, two):
+            text = hears_that_it_is_broken(sock)
+            assert "CollectiveError Rank 0 can't read any more from rank 1" in text
+            assert "that rank 1 has sent were not received" in text
+        assert one.recv(1) == b""
+        assert isinstance(ended.get(timeout=60), RankLostError)
+        assert mesh._thread.is_alive()
+        assert len(mesh.inbox._letters) == (5 if limit == "bytes" else 100)
+        # The other connection is as it was.
+        mesh.expect(Receipt(Kind.MESSAGE, 2, 9, memoryview(room), "int8", lambda _, error: ended.put(error)))
+        two.sendall(pack(Kind.MESSAGE, 9, "int8", 4) + b"good")
+        assert ended.get(timeout=60) is None
+        assert room == b"good"
+
+
+def out_of_memory(rank: int, size: int) -> str:
+    with default_group("farprop", rank, size):
+        dist.barrier()
+        if rank == 0:
+
+            def no_memory(*_: object) -> None:
+                raise MemoryError("none left")
+
+            Inbox.open = no_memory  # type: ignore[method-assign]
+        with pytest.raises(CollectiveError) as caught:
+            for _ in range(10):
+                dist.all_reduce(torch.ones(3))
+        with pytest.raises(CollectiveError):
+            dist.barrier()
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["tcp", "two"])
+def test_a_rank_without_memory_fails_the_group_on_all(place):
+    texts = run_workers(out_of_memory, 3, (3,), environment(place, 3))
+    assert all("MemoryError: none left" in text for text in texts), texts
+    assert all("Rank 0 can't read any more from rank" in text for text in texts), texts
+
+
+def test_a_reading_thread_that_ends_takes_the_group_along(monkeypatch):
+    def fails() -> None:
+        raise MemoryError("at the worst moment")
+
+    ended: SimpleQueue[Exception | None] = SimpleQueue()
+    with rank_0() as (mesh, one, two):
+        room = memoryview(bytearray(4))
+        for peer in (1, 2):
+            mesh.expect(Receipt(Kind.MESSAGE, peer, 9, room, "int8", lambda _, error: ended.put(error)))
+        monkeypatch.setattr(mesh, "_look", fails)
+        monkeypatch.setattr(mesh._selector, "select", lambda _: fails())
+        one.sendall(pack(Kind.MESSAGE, 8, "int8", 1) + b"x")
+        for _ in range(2):
+            assert isinstance(ended.get(timeout=60), RankLostError)
+        assert "at the worst moment" in str(mesh.standing.failure)
+        for sock in (one, two):
+            assert "at the worst moment" in hears_that_it_is_broken(sock)
+            assert sock.recv(1) == b""
