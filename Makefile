@@ -2,13 +2,14 @@
 
 PYTHON ?= python3
 PIP_ARGS ?=
+SECONDS ?= 600
 RUN := .venv/bin/python
 READY := .venv/.installed
 
-.PHONY: help demo test bench bench-peers clients conformance sim lint format clean
+.PHONY: help demo test bench bench-peers clients conformance sim fuzz lint format clean
 
 help:
-	@echo "make demo | test | lint | format | bench | bench-peers | clients | conformance [ONLY=Class] [HELD=1] | sim | clean"
+	@echo "make demo | test | lint | format | bench | bench-peers | clients | conformance [ONLY=Class] [HELD=1] | sim | fuzz [SECONDS=600] [TARGET=name] | clean"
 
 demo: $(READY)
 	@$(RUN) examples/demo.py
@@ -31,6 +32,11 @@ conformance: $(READY)
 sim: $(READY)
 	@$(RUN) -m tests.simulation --seeds 20000
 	@$(RUN) -m tests.autograd.oracle --programs 2000
+
+# Atheris is installed when it is first wanted: it is of no use for anything else.
+fuzz: $(READY)
+	@$(RUN) -c 'import atheris' 2>/dev/null || $(RUN) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[fuzz]'
+	@$(RUN) -m tests.fuzz --seconds $(SECONDS) $(TARGET)
 
 lint: $(READY)
 	@$(RUN) -m ruff check

@@ -14,6 +14,7 @@ _HEAD = struct.Struct("<QQHQQB")
 # level of the credit, length of its parts, number of statuses; nothing at all stands for all the credit
 _SHARE = struct.Struct("<IHH")
 _STATUS = struct.Struct("<HIB")
+_DEEPEST = 1 << 18  # level of a credit that is taken: half of what can be said, so that it can still be split
 _FAST, _KEEP_GRAPH, _ANOMALY = 1, 2, 4
 
 
@@ -66,7 +67,11 @@ def unpack_share(data: bytes) -> Share:
     try:
         level, size, count = _SHARE.unpack_from(data)
         at = _SHARE.size + size
-        credit = Credit(int.from_bytes(data[_SHARE.size : at], "little"), level)
+        parts = int.from_bytes(data[_SHARE.size : at], "little")
+        # Numbers of so many bits are made of it.
+        if level > _DEEPEST or parts.bit_length() > level + 1:
+            raise struct.error(f"a share of {parts.bit_length()} bits at level {level}")
+        credit = Credit(parts, level)
         statuses: Statuses = {}
         for _ in range(count):
             worker, statement, blocked = _STATUS.unpack_from(data, at)

@@ -33,6 +33,7 @@ from farprop.protocol.references.messages import (
     pack_forks,
     unpack_forks,
     unpack_operations,
+    unpack_site,
 )
 from farprop.protocol.references.records import Effect, Happening, OwnedValue, UserReference
 from farprop.protocol.references.states import USABLE, User, Value
@@ -352,9 +353,8 @@ class ReferenceSpace:
         if frame.flags & REMOTE:
             if not forks:
                 raise ProtocolError("a call that makes a value does not say which")
-            start = end + 2
-            end = start + int.from_bytes(meta[end:start], "little")
-            creation = self._do(self._make, sender, forks.pop(0), frame.name, bytes(meta[start:end]))
+            site, end = unpack_site(meta, end)
+            creation = self._do(self._make, sender, forks.pop(0), frame.name, site)
         frame.meta = memoryview(meta)[end:]
         if not forks:
             frame.arrivals = Arrivals(creation, [])

@@ -12,6 +12,7 @@ from farprop.ids import GlobalId
 
 _FORK = struct.Struct("<HHQHQB")
 _COUNT = struct.Struct("<I")
+_SITE_LENGTH = 2
 _ONE = _COUNT.size + _FORK.size
 _OPERATION = struct.Struct("<BHQHQB")
 
@@ -81,6 +82,15 @@ def unpack_forks(data: bytes | bytearray | memoryview) -> tuple[list[Fork], int]
     for owner, rref_on, rref, fork_on, fork, exists in _FORK.iter_unpack(data[_COUNT.size : end]):
         forks.append(Fork(owner, GlobalId(rref_on, rref), GlobalId(fork_on, fork), bool(exists)))
     return forks, end
+
+
+def unpack_site(data: bytes | memoryview, at: int) -> tuple[bytes, int]:
+    """The place in the program that stands behind the forks of a call that makes a value, and where it ends."""
+    start = at + _SITE_LENGTH
+    end = start + int.from_bytes(data[at:start], "little")
+    if end > len(data):
+        raise ProtocolError("a call that makes a value is too short")
+    return bytes(data[start:end]), end
 
 
 def pack_operations(operations: Sequence[Operation]) -> bytes:

@@ -49,6 +49,8 @@ def take_head(frame: Any) -> Head:
         raise ProtocolError("a message of an autograd context is too short")
     context_id, pair, tensors, length = _HEAD.unpack_from(meta)
     end = _HEAD.size + length
+    if end > len(meta):
+        raise ProtocolError("a message of an autograd context is shorter than its trail")
     trail = bytes(meta[_HEAD.size : end]).decode(errors="replace") if length else ""
     frame.meta = memoryview(meta)[end:]
     return Head(context_id, pair, tensors, trail)

@@ -1,0 +1,231 @@
+"""The targets. Each takes bytes and returns, or raises what nobody should see: typed errors are what is expected, and
+are caught. What is written here is what a peer can send; the farprop modules are imported when a target is made, so
+that they can be instrumented, and that one which is missing does not keep the others from running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Target = Callable[[bytes], None]
+
+CAP = 1 << 30  # much more than an input has: what is announced must not be allocated
+
+
+def frames() -> Target:
+    """The stream of calls: the first byte says in what pieces the rest comes."""
+    from farprop.errors import ProtocolError
+    from farprop.wire.frames import FrameReader
+
+    def run(data: bytes) -> None:
+        piece = (1, 7, 33, 4096, 1 << 20)[data[0] % 5] if data else 1
+        reader = FrameReader(CAP)
+        at = 1
+        while at < len(data):
+            target = reader.target()
+            assert len(target)
+            count = min(len(target), len(data) - at, piece)
+            target[:count] = data[at : at + count]
+            at += count
+            try:
+                received = reader.received(count)
+            except ProtocolError:
+                return
+            for frame in received:
+                assert len(frame.name) + len(frame.meta) <= len(data)
+                assert all(type(b) is memoryview or b[0] for b in frame.buffers)
+
+    return run
+
+
+def messages() -> Target:
+    """What stands in front of pickles, and instead of them; the first byte says which."""
+    from farprop.errors import ProtocolError
+    from farprop.protocol.credit import WHOLE
+    from farprop.protocol.pass_messages import unpack_head, unpack_share
+    from farprop.protocol.references.messages import unpack_forks, unpack_operations, unpack_site
+    from farprop.runtime.gradients.contexts import take_head
+    from farprop.wire.frames import CONTEXT, REQUEST, Frame
+
+    def forks(data: bytes) -> None:
+        found, end = unpack_forks(data)
+        assert end <= len(data)
+        assert len(found) <= len(data)
+        _, end = unpack_site(data, end)
+        assert end <= len(data)
+
+    def context(data: bytes) -> None:
+        frame = Frame(REQUEST, CONTEXT, 1, 0.0, b"", data, (), [])
+        take_head(frame)
+        assert len(frame.meta) == len(data) - 24 - int.from_bytes(data[20:24], "little")
+
+    def share(data: bytes) -> None:
+        credit, statuses = unpack_share(data)
+        assert len(statuses) <= len(data)
+        # What a pass does with it.
+        whole = credit.plus(WHOLE)
+        assert not credit.parts or sum(s.parts for s in whole.split(3)) >= whole.parts
+        whole.is_whole  # noqa: B018 - that it takes no memory is what counts
+
+    def head(data: bytes) -> None:
+        found = unpack_head(data)
+        found.share.credit.is_whole  # noqa: B018
+
+    def operations(data: bytes) -> None:
+        assert len(unpack_operations(data)) <= len(data)
+
+    parsers = [forks, context, share, head, operations]
+
+    def run(data: bytes) -> None:
+        if data:
+            try:
+                parsers[data[0] % len(parsers)](data[1:])
+            except ProtocolError:
+                pass
+
+    return run
+
+
+def group_frames() -> Target:
+    """What one rank of a group sends to another one."""
+    from farprop.distributed.native.frames import Kind
+    from farprop.distributed.native.inbox import Inbox, Receipt
+    from farprop.distributed.native.reader import Reader
+    from farprop.distributed.native.standing import Standing
+    from farprop.errors import CollectiveError, ProtocolError
+
+    class Mesh:
+        """As ``distributed.native.mesh``, without sockets and threads."""
+
+        def __init__(self) -> None:
+            self.standing = Standing(0, 2, lambda error, to_tell: None)
+            self.inbox = Inbox(CAP)
+
+        def handle(self, peer: int, kind: Kind, text: str) -> None:
+            if kind == Kind.GOODBYE:
+                self.standing.leave(peer)
+            elif kind == Kind.BROKEN:
+                self.standing.be_told(peer, *text.partition(" ")[::2])
+
+    class Socket:
+        def __init__(self, data: bytes, piece: int) -> None:
+            self._data, self._piece = data, piece
+
+        def recv_into(self, room: memoryview, _: int, __: int) -> int:
+            count = min(len(room), len(self._data), self._piece)
+            room[:count] = self._data[:count]
+            self._data = self._data[count:]
+            return count
+
+    def run(data: bytes) -> None:
+        mesh = Mesh()
+        sock: Any = Socket(data[1:], (1, 7, 33, 1 << 20)[data[0] % 4] if data else 1)
+        reader = Reader(mesh, 1, sock, CAP)
+        mesh.standing.begin("barrier", 1.0)
+        for kind in (Kind.MESSAGE, Kind.PART):
+            mesh.inbox.expect(Receipt(kind, 1, 1, memoryview(bytearray(4)), "int8", lambda _, error: None))
+        try:
+            while reader.read():
+                pass
+        except (ProtocolError, CollectiveError, ConnectionResetError):
+            pass
+        assert sum(mesh.inbox._counts.values()) == len(mesh.inbox._letters) <= len(data)
+
+    return run
+
+
+def handshake() -> Target:
+    """What a stranger says to the end that accepted the connection, and to the one that dialled."""
+    from farprop.errors import FarpropError
+    from farprop.protocol.handshake import Dialler, Listener
+
+    def run(data: bytes) -> None:
+        machine: Any = (Listener, Dialler)[data[0] % 2 if data else 0](b"k" * 32, b"identity", b"n" * 32)
+        if isinstance(machine, Dialler):
+            machine.start()
+        try:
+            for at in range(1, len(data), 64):
+                machine.receive(data[at : at + 64])
+                machine.validate()
+        except FarpropError:
+            pass
+        assert not machine.peer_identity
+
+    return run
+
+
+def roster() -> Target:
+    """What stands in the store."""
+    from farprop.errors import RendezvousError
+    from farprop.protocol.roster import Entry, verdict_from_json
+
+    def run(data: bytes) -> None:
+        for parse in (Entry.from_json, verdict_from_json):
+            try:
+                parse(data)
+            except RendezvousError:
+                pass
+
+    return run
+
+
+def data_codec() -> Target:
+    """The data of restricted mode: the first byte says how much of it is a buffer beside it."""
+    from farprop.errors import FarpropError
+    from farprop.wire.data_codec import decode  # type: ignore[import-not-found]
+
+    def run(data: bytes) -> None:
+        cut = data[0] if data else 0
+        try:
+            decode(data[1 + cut :], [memoryview(bytearray(data[1 : 1 + cut]))])
+        except FarpropError:
+            pass
+
+    return run
+
+
+TARGETS: dict[str, Callable[[], Target]] = {
+    maker.__name__: maker for maker in (frames, messages, group_frames, handshake, roster, data_codec)
+}
+
+
+def seeds(name: str) -> list[bytes]:
+    """Inputs to start from: without them it takes long to find what is nearly right."""
+    from farprop.distributed.native import frames as groups
+    from farprop.ids import GlobalId
+    from farprop.protocol.credit import Credit
+    from farprop.protocol.pass_messages import PassHead, pack_head, pack_share
+    from farprop.protocol.passes import PassId, Share
+    from farprop.protocol.references.messages import Fork, Kind, Operation, pack_forks, pack_operations
+    from farprop.wire.frames import ANSWER, FORKS, NOTICE, REQUEST, pack
+
+    one, two = GlobalId(1, 2), GlobalId(3, 4)
+    share = Share(Credit(3, 5), {1: (2, True), 7: (9, False)})
+    found = {
+        "frames": [
+            b"\4" + pack(REQUEST, 0, 1, 1.5, b"m:f", b"meta") + pack(NOTICE, 0, 0, 0.0, b"", b"", (), [1, 2]),
+            b"\2" + pack(ANSWER, FORKS, 9, 0.0, b"", b"x" * 9, [(3, 0), (5, 7)]) + b"abc",
+            b"\3" + pack(REQUEST, 0, 1, 0.0, b"", b"x" * 70_000),
+        ],
+        "messages": [
+            b"\0" + pack_forks([Fork(1, one, two, True)]) + b"\2\0ab",
+            b"\0" + pack_forks([Fork(1, one, two, True)] * 3) + b"\0\0",
+            b"\1" + bytes(24) + b"pickle",
+            b"\2" + pack_share(share),
+            b"\3" + pack_head(PassHead(1, 2, PassId(0, 1), 1, True, False, False, share)),
+            b"\4" + pack_operations([Operation(Kind.REGISTER, one, two, True), Operation(Kind.DELETE, one, two)]),
+        ],
+        "group_frames": [
+            b"\3" + groups.BEAT + groups.pack(groups.Kind.MESSAGE, 1, "int8", 4) + b"data",
+            b"\1"
+            + groups.pack(groups.Kind.PART, 1, "barrier", 4)
+            + b"data"
+            + groups.pack(groups.Kind.GOODBYE, 0, "", 0),
+            b"\2" + groups.pack(groups.Kind.STATED, 5, "barrier", 0) + groups.pack(groups.Kind.BROKEN, 0, "E why", 0),
+        ],
+        "handshake": [b"\0", b"\1"],
+        "roster": [b'{"name": "w", "rank": 0, "tcp": ["a", 1]}', b'{"problem": null, "workers": []}'],
+        "data_codec": [b"\0\x93\x01\x02\x03"],
+    }
+    return found[name]
