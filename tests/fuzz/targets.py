@@ -137,34 +137,40 @@ def group_frames() -> Target:
 
 def handshake() -> Target:
     """What a stranger says to the end that accepted the connection, and to the one that dialled."""
-    from farprop.errors import FarpropError
-    from farprop.protocol.handshake import Dialler, Listener
+    from farprop.errors import AuthenticationError, ProtocolError
+    from farprop.protocol.handshake import REFUSED, Dialler, Listener
 
     def run(data: bytes) -> None:
-        machine: Any = (Listener, Dialler)[data[0] % 2 if data else 0](b"k" * 32, b"identity", b"n" * 32)
-        if isinstance(machine, Dialler):
+        machine: Any
+        if data and data[0] % 2:
+            machine = Dialler(b"k" * 32, b"identity", b"target", b"unix", b"n" * 32)
             machine.start()
+        else:
+            machine = Listener(b"k" * 32, b"identity", b"unix", b"n" * 32)
         try:
             for at in range(1, len(data), 64):
                 machine.receive(data[at : at + 64])
                 machine.validate()
-        except FarpropError:
-            pass
+        except (ProtocolError, AuthenticationError):
+            assert machine.state == REFUSED
         assert not machine.peer_identity
 
     return run
 
 
 def roster() -> Target:
-    """What stands in the store."""
-    from farprop.errors import RendezvousError
-    from farprop.protocol.roster import Entry, verdict_from_json
+    """What stands in the store, signed or not, and who a peer says it is."""
+    from farprop.errors import ProtocolError, RendezvousError
+    from farprop.protocol.roster import Entry, Identity, verdict_from_json
+    from farprop.protocol.signing import CALLS, Keys
+
+    keys = Keys(b"k" * 32, "job", CALLS)
 
     def run(data: bytes) -> None:
-        for parse in (Entry.from_json, verdict_from_json):
+        for parse in (Entry.from_json, verdict_from_json, Identity.from_bytes, lambda data: keys.read("x", data)):
             try:
                 parse(data)
-            except RendezvousError:
+            except (RendezvousError, ProtocolError):
                 pass
 
     return run
@@ -198,9 +204,12 @@ def seeds(name: str) -> list[bytes]:
     from farprop.protocol.pass_messages import PassHead, pack_head, pack_share
     from farprop.protocol.passes import PassId, Share
     from farprop.protocol.references.messages import Fork, Kind, Operation, pack_forks, pack_operations
+    from farprop.protocol.roster import Entry
     from farprop.wire.frames import ANSWER, FORKS, NOTICE, REQUEST, pack
 
     one, two = GlobalId(1, 2), GlobalId(3, 4)
+    entry = Entry("w", 0, 2, "i", ("a", 1), "", "n", "h", 1, True, device_maps={"v": {"a": "b"}}).to_json().encode()
+    hello = b"FARPROP\n\2\0" + bytes(32)
     share = Share(Credit(3, 5), {1: (2, True), 7: (9, False)})
     found = {
         "frames": [
@@ -224,8 +233,8 @@ def seeds(name: str) -> list[bytes]:
             + groups.pack(groups.Kind.GOODBYE, 0, "", 0),
             b"\2" + groups.pack(groups.Kind.STATED, 5, "barrier", 0) + groups.pack(groups.Kind.BROKEN, 0, "E why", 0),
         ],
-        "handshake": [b"\0", b"\1"],
-        "roster": [b'{"name": "w", "rank": 0, "tcp": ["a", 1]}', b'{"problem": null, "workers": []}'],
+        "handshake": [side + hello + tail for side in (b"\0", b"\1") for tail in (b"", bytes(44))],
+        "roster": [entry, b'{"problem": null, "workers": [' + entry + b"]}", b'["w", 0, "i", 5]'],
         "data_codec": [b"\0\x93\x01\x02\x03"],
     }
     return found[name]

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
-import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
-from tests.calls.test_trust import _closes, _connect, _instance, _key, _prove, _serves
+import farprop.rpc as rpc
+from farprop.transport.tls import Stream
+from tests.calls import functions as f
+from tests.support.peers import dial_as, own_entry, own_keys
 from tests.support.workers import Cluster
 
-closes, serves = _closes, _serves
+
+def serves(c: Cluster) -> None:
+    """Both workers still answer each other."""
+    assert c.run(1, rpc.rpc_sync, "worker0", f.add, (1,)) == 2
+    assert c.run(0, rpc.rpc_sync, "worker1", f.add, (1,)) == 2
 
 
 @contextmanager
-def proven(c: Cluster, kind: str = "tcp") -> Iterator[socket.socket]:
+def proven(c: Cluster, tls: bool = True) -> Iterator[Stream]:
     """A connection to worker 0, as worker 1."""
-    key = c.run(0, _key)
-    identity = json.dumps(["worker1", 1, c.run(0, _instance, 1)]).encode()
-    with _connect(c, kind) as connection:
-        _prove(connection, key, identity)
+    identity = c.run(1, own_entry).identity
+    with closing(dial_as(identity, c.run(0, own_keys), c.run(0, own_entry), tls=tls)) as connection:
         yield connection
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import socket
 import time
 from typing import Any
 
@@ -14,6 +13,7 @@ import farprop.rpc as rpc
 from farprop.errors import OverloadedError
 from farprop.runtime import waiting
 from farprop.runtime.current import current_agent
+from farprop.transport.tls import Stream
 from farprop.wire.frames import REQUEST, pack
 from tests.calls import functions as f
 from tests.security.raw import memory, proven, serves
@@ -98,10 +98,10 @@ def test_requests_over_the_limit_are_refused_at_once_and_the_others_run(limit: s
 def test_a_caller_that_reads_no_answers_is_not_read_either_and_the_others_are_served() -> None:
     # Each is of 16 kilobytes, and asks for a megabyte.
     request = pack(REQUEST, 0, 1, 0.0, b"_operator:mul", pickle.dumps(((bytes(1 << 14), 64), {})))
-    with cluster(2) as c:
+    with cluster(2, {"FARPROP_TLS": "0"}) as c:
         serves(c)
         before = memory(c.pid(0))
-        with proven(c) as connection:
+        with proven(c, tls=False) as connection:
             connection.settimeout(2)
             sent = 0
             with pytest.raises(TimeoutError):
@@ -122,7 +122,7 @@ def _outboxes() -> int:
     return sum(connection.outbox_bytes for connection in current_agent()._server._connections.values())
 
 
-def _take(connection: socket.socket, count: int) -> None:
+def _take(connection: Stream, count: int) -> None:
     room = bytearray(1 << 20)
     while count > 0:
         got = connection.recv_into(room)
