@@ -27,6 +27,7 @@ class Settings:
     max_message_bytes: int = 16 * GIB
     shm_pool_bytes: int = GIB
     autograd_mode: str = "smart"
+    restricted: bool = False
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Settings:
@@ -48,6 +49,7 @@ class Settings:
             port_range=_port_range(env.get("FARPROP_PORT_RANGE")),
             secret=env.get("FARPROP_SECRET") or None,
             secret_file=env.get("FARPROP_SECRET_FILE") or None,
+            restricted=_switch(env, "FARPROP_RESTRICTED", False),
             insecure=_switch(env, "FARPROP_INSECURE", False),
             tls=_switch(env, "FARPROP_TLS", True),
             tls_files=_tls_files(env),

@@ -20,6 +20,14 @@ class UsageError(FarpropError):
     """Farprop was used wrongly here: not initialised, an unknown worker, a bad setting."""
 
 
+class NotExposedError(UsageError):
+    """A worker of a restricted job was asked to run, or to find, something that it does not expose."""
+
+
+class NotDataError(UsageError, TypeError):
+    """Something that is not data was to be sent in a restricted job. The text says what can be done instead."""
+
+
 class RpcTimeoutError(FarpropError, TimeoutError):
     """No answer came within the call's deadline. The function may still run, or have run."""
 

@@ -25,6 +25,7 @@ from farprop._torch import (
 )
 from farprop.nn.scripting import boxed, interface_type, methods_of
 from farprop.rpc import RRef
+from farprop.runtime.current import current_agent
 
 __all__ = ["RemoteModule"]
 
@@ -350,7 +351,7 @@ def _instantiate_template(module_interface_cls: Any, enable_moving_cpu_tensors_t
 
 
 def _run_forward(module_rref: RRef[nn.Module], device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    module = module_rref.local_value()
+    module = _exposing("forward", module_rref)
     if torch.device(device).type == "cpu":
         return module(*args, **kwargs)
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
@@ -358,8 +359,15 @@ def _run_forward(module_rref: RRef[nn.Module], device: str, args: tuple[Any, ...
 
 
 def _param_rrefs(module_rref: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]]:
-    return [RRef(parameter) for parameter in module_rref.local_value().parameters(recurse)]
+    return [RRef(parameter) for parameter in _exposing("parameters", module_rref).parameters(recurse)]
 
 
 def _train(module_rref: RRef[nn.Module], mode: bool) -> None:
-    module_rref.local_value().train(mode)
+    _exposing("train", module_rref).train(mode)
+
+
+def _exposing(method: str, module_rref: RRef[nn.Module]) -> nn.Module:
+    """The module. In a restricted job it has to expose this method."""
+    module = module_rref.local_value()
+    current_agent().dialect.method_of(module, method)
+    return module

@@ -12,7 +12,7 @@ import torch
 
 import farprop.autograd as dist_autograd
 from farprop._torch import tree_map
-from farprop.rpc import RRef
+from farprop.rpc import RRef, expose
 from farprop.runtime.loop import loop_of_this_thread
 
 # One for all optimisers of this worker: several trainers may each have one over the same parameters, and a step needs
@@ -61,12 +61,14 @@ class _LocalOptimizer:
     def optimizer(self) -> torch.optim.Optimizer:
         return self.optim
 
+    @expose
     def step(self, autograd_ctx_id: int) -> None:
         """Step with the gradients of the context. Parameters that it has none for are left as they are."""
         gradients = dist_autograd.get_gradients(autograd_ctx_id)
         with _alone(), _as_grad(self._local_params, gradients):
             self.optim.step()
 
+    @expose
     def make_scheduler(
         self, make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> RRef[LocalScheduler]:
@@ -74,11 +76,13 @@ class _LocalOptimizer:
         with _alone():
             return RRef(LocalScheduler(make(self.optim, *args, **kwargs)))
 
+    @expose
     def state_dict(self) -> dict[str, Any]:
         """A copy of the optimiser's."""
         with _alone():
             return _copied(self.optim.state_dict())
 
+    @expose
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the optimiser go on from a state, which stays the caller's."""
         with _alone():
@@ -91,18 +95,22 @@ class LocalScheduler:
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
 
+    @expose
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with _alone():
             self._scheduler.step(*args, **kwargs)
 
+    @expose
     def get_last_lr(self) -> list[Any]:
         with _alone():
             return list(self._scheduler.get_last_lr())
 
+    @expose
     def state_dict(self) -> dict[str, Any]:
         with _alone():
             return _copied(self._scheduler.state_dict())
 
+    @expose
     def load_state_dict(self, state: dict[str, Any]) -> None:
         with _alone():
             self._scheduler.load_state_dict(_copied(state))

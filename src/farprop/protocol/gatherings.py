@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from farprop.errors import ConnectionLostError, FarpropError, RpcTimeoutError, UsageError
+from farprop.errors import ConnectionLostError, FarpropError, ProtocolError, RpcTimeoutError, UsageError
 
 _KINDS = {kind.__name__: kind for kind in (ConnectionLostError, RpcTimeoutError)}
 _ADVICE = "All workers must make the same gatherings in the same order."
@@ -33,6 +33,14 @@ class Key(NamedTuple):
 
     names: tuple[str, ...]
     number: int
+
+    @classmethod
+    def of(cls, word: Any) -> Key:
+        """What came in a message, which may be plain tuples."""
+        match word:
+            case (tuple() as names, int() as number) if all(isinstance(name, str) for name in names):
+                return cls(names, number)
+        raise ProtocolError("a word of a gathering does not say of which")
 
     def __str__(self) -> str:
         return f"gathering {self.number} of {', '.join(self.names)}"
@@ -60,6 +68,14 @@ class Failure(NamedTuple):
 
     kind: str
     text: str
+
+    @classmethod
+    def of(cls, word: Any) -> Failure:
+        """What came in a message, which may be a plain tuple."""
+        match word:
+            case (str() as kind, str() as text):
+                return cls(kind, text)
+        raise ProtocolError("the reason why a gathering failed makes no sense")
 
 
 class Release(NamedTuple):

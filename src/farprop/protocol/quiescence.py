@@ -12,7 +12,9 @@ not idle then; if after, their count has moved.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from farprop.errors import ProtocolError
 
 
 class Report(NamedTuple):
@@ -20,6 +22,14 @@ class Report(NamedTuple):
 
     sent: int
     idle: bool
+
+    @classmethod
+    def of(cls, word: Any) -> Report:
+        """What came in a message."""
+        match word:
+            case (int() as sent, bool() as idle):
+                return cls(sent, idle)
+        raise ProtocolError("a worker's report at shutdown makes no sense")
 
 
 class Quiescence:

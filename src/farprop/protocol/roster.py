@@ -70,6 +70,7 @@ class Entry:
     device_maps: dict[_Text, dict[_Text, _Text]] = field(default_factory=dict)
     devices: list[_Text] = field(default_factory=list)  # those that it uses in calls; empty if it did not say
     cuda_devices: _Count = 0
+    restricted: bool = False  # calls exposed functions only, with data only
 
     @property
     def identity(self) -> Identity:
@@ -124,7 +125,7 @@ def judge(entries: Sequence[Entry]) -> str | None:
             f"FARPROP_TLS=0 is set on {', '.join(plain)} and not on the other workers, so they can't talk to each "
             "other. Set it on all of them or on none."
         )
-    return None
+    return _judge_modes(entries)
 
 
 def different_secrets(own: Entry, text: bytes, where: str) -> str:
@@ -151,6 +152,17 @@ def different_secrets(own: Entry, text: bytes, where: str) -> str:
     return (
         f"{first.name} and {second.name} have different secrets, or somebody else has written to the store. Set "
         "FARPROP_SECRET (or FARPROP_SECRET_FILE, or FARPROP_INSECURE) to the same on every worker."
+    )
+
+
+def _judge_modes(entries: Sequence[Entry]) -> str | None:
+    restricted = [entry.name for entry in entries if entry.restricted]
+    others = [entry.name for entry in entries if not entry.restricted]
+    if not restricted or not others:
+        return None
+    return (
+        f"{restricted[0]} is in restricted mode, and {others[0]} is not: they could not read each other's messages. "
+        "Give restricted=True to init_rpc on every worker, or set FARPROP_RESTRICTED=1 for all of them; or for none."
     )
 
 

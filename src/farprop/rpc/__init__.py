@@ -71,6 +71,7 @@ from farprop.rpc.constants import (
     _DEFAULT_RPC_TIMEOUT_SEC,
     _UNSET_RPC_TIMEOUT,
 )
+from farprop.rpc.exposing import expose
 from farprop.rpc.inspection import LiveReference, debug_info, live_references
 from farprop.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions, _TensorPipeRpcBackendOptionsBase
 from farprop.rpc.rref import RRef
@@ -91,6 +92,7 @@ __all__ = [
     "backend_registered",
     "construct_rpc_backend_options",
     "debug_info",
+    "expose",
     "functions",
     "get_rpc_timeout",
     "get_worker_info",
@@ -124,6 +126,8 @@ def init_rpc(
     rank: int = -1,
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
+    *,
+    restricted: bool = False,
 ) -> None:
     """Make this process a worker: it can call others and be called when this returns.
 
@@ -133,6 +137,8 @@ def init_rpc(
         rank: unique in the job, from 0.
         world_size: how many workers there are; this call returns when all have come. Without it, workers come and go.
         rpc_backend_options: threads, default timeout, and where workers meet.
+        restricted: whether other workers may only call what has ``@farprop.rpc.expose``, with data: nothing that they
+            send is unpickled. On all workers or on none. ``FARPROP_RESTRICTED=1`` is the same.
     """
     backend, chosen = _backend_and_options(backend, rpc_backend_options)
     check_worker_name(name)
@@ -146,7 +152,7 @@ def init_rpc(
         timeout = meeting_seconds(chosen.rpc_timeout)
         store, rank, world_size = meeting.open_store(chosen.init_method, rank, world_size, chosen, timeout)
         store = dist.PrefixStore(f"rpc_prefix_{_init_counter}", store)
-        _init_rpc_backend(backend, store, name, rank, world_size, chosen)
+        _init_rpc_backend(backend, store, name, rank, world_size, chosen, restricted)
         # Counted only when it worked: a worker that tries again meets those that still wait.
         _init_counter += 1
 
@@ -179,6 +185,7 @@ def _init_rpc_backend(
     rank: int = -1,
     world_size: int | None = None,
     rpc_backend_options: Any = None,
+    restricted: bool = False,
 ) -> None:
     """Start a backend on a store that the caller has opened."""
     _validate_rpc_args(backend, store, name, rank, world_size, rpc_backend_options)
@@ -192,6 +199,7 @@ def _init_rpc_backend(
         rank=rank,
         world_size=world_size,
         rpc_backend_options=rpc_backend_options,
+        **({"restricted": True} if restricted else {}),  # others' backends need not know of it
     )
     api._init_rpc_states(agent)
 

@@ -10,11 +10,13 @@ from urllib.parse import urlparse
 import torch
 import torch.distributed as dist
 
+from farprop.config import Settings
 from farprop.ids import WorkerInfo
 from farprop.rpc.options import _TensorPipeRpcBackendOptionsBase
 from farprop.runtime.agent import Agent, AgentOptions
 from farprop.runtime.devices import portable
 from farprop.runtime.rendezvous import host_of
+from farprop.wire.dialect import PICKLES
 
 _METRICS = ("thread_pool_size", "num_idle_threads", "client_active_calls", "server_active_calls")
 
@@ -62,6 +64,7 @@ class TensorPipeAgent(RpcAgent):
         reverse_device_maps: taken as torch takes it. Answers go by the inverse of the caller's map, which is in the
             roster of the job.
         devices: local devices used by calls, besides those of the options.
+        restricted: whether other workers may only call what is exposed, with data. ``FARPROP_RESTRICTED`` says so, too.
     """
 
     def __init__(
@@ -73,7 +76,14 @@ class TensorPipeAgent(RpcAgent):
         rpc_backend_options: _TensorPipeRpcBackendOptionsBase,
         reverse_device_maps: Mapping[str, Mapping[torch.device, torch.device]],
         devices: Sequence[torch.device],
+        restricted: bool = False,
     ) -> None:
+        dialect = PICKLES
+        if restricted or Settings.from_env().restricted:
+            from farprop.rpc import restricted as mode  # with msgspec, which others need not import
+
+            mode.check_options(rpc_backend_options.device_maps)
+            dialect = mode.data_dialect(name)
         self._options = rpc_backend_options
         # A device that is named twice is an error of the options, which the roster's judge finds.
         more = [device for device in devices if device not in rpc_backend_options.devices]
@@ -88,6 +98,7 @@ class TensorPipeAgent(RpcAgent):
                 master_host=_master_host(rpc_backend_options.init_method, store),
                 device_maps=portable(rpc_backend_options.device_maps),
                 devices=[str(device) for device in (*rpc_backend_options.devices, *more)],
+                dialect=dialect,
             ),
         )
 

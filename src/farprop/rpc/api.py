@@ -148,10 +148,16 @@ def _to_worker_info(to: Any) -> WorkerInfo:
 # Calls
 
 
+def _check_function(func: Any) -> None:
+    """It may be a name in a restricted job, whose workers need not have each other's code."""
+    if not callable(func) and (type(func) is not str or not current_agent().dialect.restricted):
+        raise TypeError("function should be callable.")
+
+
 @uncompiled
 def rpc_sync(
     to: str | int | WorkerInfo,
-    func: Callable[..., Any],
+    func: Callable[..., Any] | str,
     args: tuple[Any, ...] | None = None,
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
@@ -160,7 +166,8 @@ def rpc_sync(
 
     Args:
         to: the worker's name, rank or ``WorkerInfo``.
-        func: a function, method, class, torch operator, TorchScript function, ``async def`` function or lambda.
+        func: a function, method, class, torch operator, TorchScript function, ``async def`` function or lambda. In a
+            restricted job: what the worker has exposed, or its name.
         timeout: seconds to wait for the result; 0 for ever. Unset, the process's default holds.
 
     Raises what ``func`` raised, as its own type; ``RpcTimeoutError`` when there is no answer in time;
@@ -169,8 +176,7 @@ def rpc_sync(
     agent = current_agent()
     if type(to) is not str:
         to = _to_worker_info(to)
-    if not callable(func):
-        raise TypeError("function should be callable.")
+    _check_function(func)
     if timeout != UNSET_RPC_TIMEOUT:
         timeout = checked_timeout(timeout)
     if profiler_enabled() and (session := profiling.session()) is not None:
@@ -183,7 +189,7 @@ def rpc_sync(
 @uncompiled
 def rpc_async(
     to: str | int | WorkerInfo,
-    func: Callable[..., Any],
+    func: Callable[..., Any] | str,
     args: tuple[Any, ...] | None = None,
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
@@ -201,7 +207,7 @@ def rpc_async(
 
 def _invoke_rpc(
     to: str | int | WorkerInfo,
-    func: Callable[..., Any],
+    func: Callable[..., Any] | str,
     rpc_type: RPCExecMode,
     args: tuple[Any, ...] | None = None,
     kwargs: dict[str, Any] | None = None,
@@ -211,8 +217,7 @@ def _invoke_rpc(
     agent = current_agent()
     if type(to) is not str:
         to = _to_worker_info(to)
-    if not callable(func):
-        raise TypeError("function should be callable.")
+    _check_function(func)
     if rpc_timeout != UNSET_RPC_TIMEOUT:
         rpc_timeout = checked_timeout(rpc_timeout)
     if profiler_enabled() and (session := profiling.session()) is not None:
@@ -257,7 +262,7 @@ def _pickled(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
 @uncompiled
 def remote(
     to: str | int | WorkerInfo,
-    func: Callable[..., Any],
+    func: Callable[..., Any] | str,
     args: tuple[Any, ...] | None = None,
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
@@ -267,8 +272,7 @@ def remote(
     Arguments are as for :func:`rpc_sync`. What ``func`` raises comes at ``to_here``. ``timeout`` is how long the worker
     may take to make the value; after that, every use of the reference raises ``RpcTimeoutError``.
     """
-    if not callable(func):
-        raise TypeError("function should be callable.")
+    _check_function(func)
     if args and isinstance(func, ScriptFunction):
         _check_script_arguments(func, args)
     return _remote(to, func, tuple(args) if args else (), kwargs or {}, timeout)
@@ -348,16 +352,16 @@ def _set_rpc_timeout(timeout: float) -> None:
 # Gatherings. The next three run on other workers, found by name.
 
 
-def _gather_to_leader(sequence_id: Key, worker_name: str, obj: Any) -> None:
-    _gatherings.hear(sequence_id, worker_name, obj)
+def _gather_to_leader(sequence_id: tuple[Any, ...], worker_name: str, obj: Any) -> None:
+    _gatherings.hear(Key.of(sequence_id), worker_name, obj)
 
 
-def _broadcast_to_followers(sequence_id: Key, objects_map: dict[str, Any]) -> None:
-    _gatherings.be_told(sequence_id, objects_map)
+def _broadcast_to_followers(sequence_id: tuple[Any, ...], objects_map: dict[str, Any]) -> None:
+    _gatherings.be_told(Key.of(sequence_id), objects_map)
 
 
-def _release_follower(sequence_id: Key, failure: Failure | None) -> None:
-    _gatherings.be_released(sequence_id, failure)
+def _release_follower(sequence_id: tuple[Any, ...], failure: tuple[Any, ...] | None) -> None:
+    _gatherings.be_released(Key.of(sequence_id), None if failure is None else Failure.of(failure))
 
 
 @_require_initialized
@@ -484,7 +488,8 @@ def _wait_for_all_work(agent: Agent, timeout: float, before_round: Callable[[], 
         report = Report(agent.requests_sent, agent.idle)
         if before_round is not None:
             before_round()
-        if machine.round(_gather(report, None, left, SYSTEM)):
+        said = _gather(tuple(report), None, left, SYSTEM)
+        if machine.round({worker: Report.of(word) for worker, word in said.items()}):
             return
 
 

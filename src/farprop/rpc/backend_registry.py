@@ -119,10 +119,15 @@ def _tensorpipe_construct_rpc_backend_options_handler(
 
 
 def _tensorpipe_init_backend_handler(
-    store: dist.Store, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
+    store: dist.Store,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    rpc_backend_options: Any,
+    restricted: bool = False,
 ) -> TensorPipeAgent:
     _check_kinds(store, rpc_backend_options, TensorPipeRpcBackendOptions)
-    return _start(TensorPipeAgent(store, name, rank, world_size, rpc_backend_options, {}, []))
+    return _start(TensorPipeAgent(store, name, rank, world_size, rpc_backend_options, {}, [], restricted))
 
 
 def _check_kinds(store: Any, rpc_backend_options: Any, kind: type) -> None:

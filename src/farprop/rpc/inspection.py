@@ -63,8 +63,8 @@ def live_references() -> list[LiveReference]:
                 type=type(cell.value).__name__ if has else "",
                 nbytes=size_of(cell.value) if has else 0,
                 holders=tuple(sorted(map(agent.name_of_rank, holders))),
-                made_by=cell.maker.decode() if cell is not None else "",
-                created_at=cell.site.decode() if cell is not None else "",
+                made_by=cell.maker.decode(errors="replace") if cell is not None else "",
+                created_at=cell.site.decode(errors="replace") if cell is not None else "",
                 seconds=time.time() - cell.created if cell is not None else 0.0,
             )
         )

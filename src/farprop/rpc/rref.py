@@ -27,7 +27,7 @@ from farprop.runtime.futures import Future
 from farprop.runtime.links import timeout_error
 from farprop.runtime.references import Held, ReferenceSpace, describe
 from farprop.runtime.uncompiled import uncompiled
-from farprop.wire.codec import arrival, travel_along
+from farprop.wire.codec import arrival, reference_kinds, travel_along
 
 T = TypeVar("T")
 
@@ -342,3 +342,6 @@ def _arrived(place: int) -> RRef[Any]:
     agent = current_agent()
     owner = agent.get_worker_info().id if isinstance(item, OwnedValue) else item.record.owner
     return RRef._of(item, agent.references, agent.get_worker_info(owner).name)
+
+
+reference_kinds[RRef] = _arrived

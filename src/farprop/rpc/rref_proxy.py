@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farprop.errors import ConnectionLostError, ReferenceLostError
+from farprop.errors import ConnectionLostError, ReferenceLostError, UsageError
 from farprop.rpc.constants import UNSET_RPC_TIMEOUT
 from farprop.rpc.functions import async_execution
 from farprop.runtime import owner_calls
 from farprop.runtime.cells import Later
+from farprop.runtime.current import current_agent
 from farprop.runtime.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -93,7 +94,8 @@ def _call(rref: RRef[Any], method: str, args: tuple[Any, ...], kwargs: dict[str,
 
 def invoke_here(rref: RRef[Any], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method of a value that its own worker has a reference to."""
-    assert rref._own is not None
+    if rref._own is None:
+        raise UsageError(f"{rref} is to a value of {rref.owner_name()}, and this runs where the value is.")
     cell = rref._own.cell
     invoke = partial(owner_calls.invoke_on, cell, method, args, kwargs)
     return invoke() if cell.done else Later(cell.when_done, invoke)
@@ -140,6 +142,9 @@ def let_go(_rref: RRef[Any], _future: torch.futures.Future[Any]) -> None:
 def _remote(rref: RRef[Any], timeout: float, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RRef[Any]:
     from farprop.rpc import api
 
+    if current_agent().dialect.restricted:  # a type is no data; what can't be called says so when it is used
+        function, all_args = _call(rref, method, args, kwargs)
+        return api._remote(rref.owner_name(), function, all_args, {}, timeout, keep=rref)
     kind = rref._get_type(timeout)
     if not hasattr(kind, method) and method not in _sync(rref, api.rpc_sync, timeout, "__dir__", (), {}):
         raise AttributeError(f"{kind.__name__!r} object has no attribute {method!r}")

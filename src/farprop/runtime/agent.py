@@ -42,7 +42,7 @@ from farprop.runtime.group import Group
 from farprop.runtime.links import FutureCall, Link, timeout_error, was_sent
 from farprop.runtime.loop import Blocked, Loop
 from farprop.runtime.message_types import OPERATE
-from farprop.runtime.outcomes import ProfiledCall, TorchCall, value_of
+from farprop.runtime.outcomes import Outcomes, ProfiledCall, TorchCall
 from farprop.runtime.profiling import Session
 from farprop.runtime.references import ReferenceSpace
 from farprop.runtime.secret import Secret, find_secret
@@ -53,9 +53,9 @@ from farprop.transport.connection import Connection
 from farprop.transport.faulty import FaultyConnection, Judge, Verdict
 from farprop.transport.segments import SegmentPool
 from farprop.transport.tls import Stream
-from farprop.wire.codec import Encoded, encode, encode_call
+from farprop.wire.codec import Encoded
+from farprop.wire.dialect import PICKLES, Dialect
 from farprop.wire.frames import PROFILED, SYSTEM, Frame
-from farprop.wire.functions import name_of
 from farprop.wire.tensors import NotPlaced
 
 _log = logging.getLogger("farprop.agent")
@@ -76,6 +76,7 @@ class AgentOptions:
     master_host: str = "127.0.0.1"
     device_maps: dict[str, dict[str, str]] = field(default_factory=dict)
     devices: list[str] = field(default_factory=list)
+    dialect: Dialect = PICKLES
 
 
 def meeting_seconds(rpc_timeout: float) -> float:
@@ -98,6 +99,7 @@ class Agent:
         self._identity = Identity(name, rank, secrets.token_hex(8), self._settings.max_message_bytes)
         unix_allowed = self._settings.transport == "auto" and sockets.HAVE_UNIX
         self._dialling = Dialling(self._identity, self._keys, unix_allowed, self._settings)
+        dialect = self.dialect = options.dialect
         self._pool = SegmentPool(self._settings.shm_pool_bytes)
         self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
@@ -110,8 +112,10 @@ class Agent:
         self.references = ReferenceSpace(rank, name, self, self._on_context_ended)
         self._devices = DeviceMaps(self._group, options.device_maps, self.references.instance_of)
         moves_cpu = self._devices.moves_cpu_in_calls
-        self._encode_call: Callable[..., Encoded] = careful(encode_call) if moves_cpu else encode_call
-        self._encode_object: Callable[..., Encoded] = careful(encode) if moves_cpu else encode
+        self._name_of = dialect.name_of
+        self._value_of = Outcomes(dialect).value_of
+        self._encode_call = careful(dialect.encode_call) if moves_cpu else dialect.encode_call
+        self._encode_object = careful(dialect.encode) if moves_cpu else dialect.encode
         self._loop.home = self
         self._survival = Survival(self._probe, self._on_death, self._loop.submit, self._loop.set_alarm)
         self.gate = Gate(self._loop.submit_request)
@@ -128,6 +132,7 @@ class Agent:
             self._devices,
             self.gate,
             self._settings.max_message_bytes,
+            dialect,
         )
         try:
             self._own_entry = self._listen(options, world_size)
@@ -167,6 +172,7 @@ class Agent:
             device_maps=options.device_maps,
             devices=options.devices,
             cuda_devices=torch.cuda.device_count(),
+            restricted=self.dialect.restricted,
         )
 
     def join_group(self) -> None:
@@ -223,8 +229,16 @@ class Agent:
     # Connections
 
     def _new_connection(self, stream: Stream, peer: Identity, on_blocked: Callable[[Connection], None]) -> Connection:
-        largest = self._settings.max_message_bytes
-        return Connection(stream, peer.name, self._pool, largest, peer.max_message_bytes, on_blocked, self._on_returned)
+        return Connection(
+            stream,
+            peer.name,
+            self._pool,
+            self._settings.max_message_bytes,
+            peer.max_message_bytes,
+            on_blocked,
+            self._on_returned,
+            shares_memory=not self.dialect.restricted,  # who shares memory can change it at any time
+        )
 
     def _on_returned(self) -> None:
         # Called by the garbage collector: nothing but a note and a wake-up is safe here.
@@ -341,7 +355,7 @@ class Agent:
         if timeout == UNSET_TIMEOUT:
             timeout = self.rpc_timeout
         link = self.link(to, timeout)
-        name = name_of(function)
+        name = self._name_of(function)
         plain = None if name is not None else function
         context = current_context.get()
         meanwhile = None
@@ -355,14 +369,14 @@ class Agent:
         except NotPlaced:
             encoded = self._encode_placed(link.peer, link.rank, context, self._encode_call, plain, args, kwargs)
         if not encoded.travellers:
-            return value_of(link.call_sync(flags, name or b"", encoded, timeout, meanwhile), context, link.rank)
+            return self._value_of(link.call_sync(flags, name or b"", encoded, timeout, meanwhile), context, link.rank)
         encoded, forks = self.references.depart(encoded, link.rank, link)
         try:
             frame = link.call_sync(flags, name or b"", encoded, timeout, meanwhile)
         except BaseException as error:
             self._after_failed_send(link, forks, error)
             raise
-        return value_of(frame, context, link.rank)
+        return self._value_of(frame, context, link.rank)
 
     def call_async(
         self,
@@ -377,9 +391,9 @@ class Agent:
         """Raises only what is wrong with the call itself; a worker that can't be reached is the future's error."""
         if timeout == UNSET_TIMEOUT:
             timeout = self.rpc_timeout
-        name = name_of(function)
+        name = self._name_of(function)
         plain = None if name is not None else function
-        call = TorchCall(timeout, future)
+        call = TorchCall(timeout, future, self._value_of)
         encoded = self._encode(to, flags, call, self._encode_call, plain, args, kwargs)
         self._send_async(to, flags, name or b"", encoded, call)
 
@@ -442,13 +456,18 @@ class Agent:
         key: str,
     ) -> None:
         """As ``call_async``, and what ran on the callee goes into the caller's profile before the future is done."""
+        self._check_profile()
         if timeout == UNSET_TIMEOUT:
             timeout = self.rpc_timeout
-        name = name_of(function)
+        name = self._name_of(function)
         whole = (None if name is not None else function, args, kwargs, session.settings)
-        call = ProfiledCall(timeout, future, session, key, self._info.id)
+        call = ProfiledCall(timeout, future, self._value_of, session, key, self._info.id)
         encoded = self._encode(to, 0, call, self._encode_object, whole)
         self._send_async(to, PROFILED, name or b"", encoded, call)
+
+    def _check_profile(self) -> None:
+        if self.dialect.restricted:
+            raise UsageError("A restricted job records no profiles of calls. Make the call outside of the profile.")
 
     def create(
         self,
@@ -465,10 +484,11 @@ class Agent:
         if timeout == UNSET_TIMEOUT:
             timeout = self.rpc_timeout
         link = self.link(to, timeout)
-        name = name_of(function)
+        name = self._name_of(function)
         flags = 0
         plain = None if name is not None else function
         if profile is not None:
+            self._check_profile()
             flags = PROFILED
 
         whole: tuple[Any, ...] = (plain, args, kwargs)
@@ -495,7 +515,7 @@ class Agent:
         sending = False
         try:
             noted = None if profile is None else ProfiledCreation(*profile, self._info.id)
-            call = CreationCall(timeout, space, subject, keep, noted)
+            call = CreationCall(timeout, space, subject, keep, noted, self.dialect)
             encoded, forks = space.depart(encoded, link.rank, link, creation, site)
             sending = True
             link.call_async(flags, name or b"", encoded, call)
@@ -535,7 +555,7 @@ class Agent:
         return any(link.rank == rank and link.has_room for link in list(self._links.values()))
 
     def send_batch(self, rank: int, number: int, operations: bytes, call: FutureCall) -> None:
-        encoded = encode_call(None, (self._info.id, self._identity.instance, number, operations), {})
+        encoded = self.dialect.encode_call(None, (self._info.id, self._identity.instance, number, operations), {})
         self.link(rank, call.timeout).call_async(SYSTEM, OPERATE, encoded, call)
 
     # What backward passes need

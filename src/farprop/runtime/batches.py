@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from farprop.errors import ProtocolError
 from farprop.protocol.references.messages import Batch, Reply, pack_operations
 from farprop.runtime.links import FutureCall
-from farprop.wire.codec import decode_value
+from farprop.wire.dialect import Dialect
 from farprop.wire.frames import ANSWER, Frame
 
 _log = logging.getLogger("farprop.references")
@@ -23,6 +24,8 @@ _now = time.monotonic
 
 class Courier(Protocol):
     """What the references need of their worker."""
+
+    dialect: Dialect
 
     def name_of_rank(self, rank: int) -> str: ...
 
@@ -55,8 +58,7 @@ class _BatchCall(FutureCall):
 
     def finish(self, frame: Frame | None, error: Exception | None) -> None:
         if frame is not None and frame.kind == ANSWER:
-            results = decode_value(frame.meta, frame.buffers, frame.flags)
-            self._batches.answered(self._peer, Reply(self._number, results))
+            self._batches.take_answer(self._peer, self._number, frame)
         else:
             self._batches.unanswered(self._peer)
 
@@ -118,6 +120,17 @@ class Batches:
         except Exception as error:
             _log.info("can't send operations on references to worker %d: %s", peer, error)
             self.unanswered(peer)
+
+    def take_answer(self, peer: int, number: int, frame: Frame) -> None:
+        try:
+            results = self._courier.dialect.decode_value(frame.meta, frame.buffers, frame.flags)
+            if type(results) is not bytes:
+                raise ProtocolError(f"it should be bytes, and is a {type(results).__name__}")
+        except Exception as error:
+            _log.error("worker %d answers operations on references with nonsense: %s", peer, error)
+            self.unanswered(peer)
+            return
+        self.answered(peer, Reply(number, results))
 
     def answered(self, peer: int, reply: Reply) -> None:
         # First of all: until it is taken in, whoever may send would send the same batch again.

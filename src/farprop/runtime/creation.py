@@ -12,8 +12,7 @@ from farprop.runtime.futures import Future
 from farprop.runtime.links import FutureCall
 from farprop.runtime.profiling import Session
 from farprop.runtime.references import ReferenceSpace, creation_error
-from farprop.wire.codec import decode_value
-from farprop.wire.failures import decode_failure
+from farprop.wire.dialect import Dialect
 from farprop.wire.frames import ANSWER, Frame
 
 # One for all calls: it is held for two lines.
@@ -35,7 +34,7 @@ class ProfiledCreation:
 class CreationCall(FutureCall):
     """``keep`` is what has to live until the call has ended."""
 
-    __slots__ = ("_done", "_error", "_future", "_profile", "_space", "keep", "quick", "subject")
+    __slots__ = ("_dialect", "_done", "_error", "_future", "_profile", "_space", "keep", "quick", "subject")
 
     def __init__(
         self,
@@ -44,6 +43,7 @@ class CreationCall(FutureCall):
         subject: UserReference | OwnedValue,
         keep: Any,
         profile: ProfiledCreation | None,
+        dialect: Dialect,
     ) -> None:
         self.timeout = timeout
         # A value of this worker may be freed with the call, and its finaliser is the user's.
@@ -52,6 +52,7 @@ class CreationCall(FutureCall):
         self.keep = keep
         self._space = space
         self._profile = profile
+        self._dialect = dialect
         self._done = False
         self._error: Exception | None = None
         self._future: Future | None = None
@@ -60,9 +61,9 @@ class CreationCall(FutureCall):
         remote = None
         if frame is not None and frame.kind == ANSWER:
             if self._profile is not None:
-                _, remote = decode_value(frame.meta, frame.buffers, frame.flags)
+                _, remote = self._dialect.decode_value(frame.meta, frame.buffers, frame.flags)
         elif frame is not None:
-            error = decode_failure(frame.meta)
+            error = self._dialect.decode_failure(frame.meta)
         if self._profile is not None:
             profile = self._profile
             profile.session.add_call(profile.key, profile.began, profile.own_id, remote)

@@ -14,7 +14,6 @@ from farprop.protocol.gatherings import Action, Failure, Finish, Hurry, Key, Rel
 from farprop.runtime.agent import UNSET_TIMEOUT, Agent
 from farprop.runtime.futures import Future
 from farprop.wire.frames import SYSTEM
-from farprop.wire.functions import name_of
 
 _LOOK_AROUND = 0.25  # seconds between looks whether those we wait for are still there
 
@@ -117,7 +116,7 @@ def gather(
     """
     call_timeout = agent.rpc_timeout if timeout == UNSET_TIMEOUT else timeout
     own = agent.get_worker_info().name
-    inner = frozenset(name for function in (calls.hear, calls.tell) if (name := name_of(function)))
+    inner = frozenset(name for function in (calls.hear, calls.tell) if (name := agent.dialect.name_of(function)))
 
     def shut_gate(key: Key) -> None:
         if not flags & SYSTEM:
@@ -175,7 +174,7 @@ class _Gatherer:
             self._await()
             match self._state.due.popleft():
                 case Speak(leader):
-                    arguments = (self._key, self._own, self._word)
+                    arguments = (tuple(self._key), self._own, self._word)
                     self._agent.call_sync(leader, self._calls.hear, arguments, {}, self._call_timeout, self._flags)
                 case Tell(followers, words):
                     for follower in followers:
@@ -223,7 +222,7 @@ class _Gatherer:
         future = Future()
         try:
             self._agent.call_async(
-                follower, self._calls.tell, (self._key, words), {}, self._call_timeout, future, self._flags
+                follower, self._calls.tell, (tuple(self._key), words), {}, self._call_timeout, future, self._flags
             )
         except FarpropError as error:
             self._gatherings.confirm(self._key, follower, error)
@@ -241,7 +240,8 @@ class _Gatherer:
         future.add_done_callback(confirm)
 
     def _release(self, release: Release) -> None:
-        arguments = (self._key, release.failure)
+        failure = None if release.failure is None else tuple(release.failure)
+        arguments = (tuple(self._key), failure)
         try:
             self._agent.call_async(
                 release.follower, self._calls.release, arguments, {}, self._call_timeout, Future(), SYSTEM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from farprop._torch import ScriptFunction
 from farprop.protocol.references.messages import Kind, unpack_operations
-from farprop.wire.codec import Encoded, decode_call
+from farprop.wire.codec import Encoded
 from farprop.wire.frames import ANSWER, FAILURE, REMOTE, SYSTEM
 from farprop.wire.functions import FunctionNotFound, resolve
 
@@ -47,7 +47,7 @@ def types_of(kind: int, flags: int, name: bytes, encoded: Encoded) -> tuple[froz
     if kind == FAILURE:
         return frozenset({"EXCEPTION"}), 0
     if name == OPERATE:
-        (_, _, number, operations), _ = decode_call(encoded.meta, encoded.buffers, encoded.flags)
+        _, _, number, operations = encoded.keep  # the arguments
         return frozenset(_OPERATIONS[operation.kind] for operation in unpack_operations(operations)), number
     if flags & SYSTEM:
         return frozenset(), 0

@@ -46,7 +46,7 @@ def invoke(created_on: int, local_id: int, exists: bool, method: str, args: Any,
 
 
 def invoke_on(cell: Cell, method: str, args: Any, kwargs: Any) -> Any:
-    function = getattr(cell.get(), method)
+    function = _agent().dialect.method_of(cell.get(), method)
     result = function(*args, **kwargs)
     if hasattr(function, "_wrapped_async_rpc_function"):
         if not isinstance(result, Future):

@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from farprop._torch import Future, find_builtin, get_operation
-from farprop.errors import AuthenticationError, ConnectionLostError, FarpropError, RpcTimeoutError
+from farprop.errors import AuthenticationError, ConnectionLostError, FarpropError, NotExposedError, RpcTimeoutError
 from farprop.protocol.handshake import Listener
 from farprop.protocol.references.messages import Fork
 from farprop.protocol.references.records import OwnedValue
@@ -32,10 +32,10 @@ from farprop.runtime.waiting import MOST_UNREAD, Waiting
 from farprop.transport.connection import Connection
 from farprop.transport.sockets import make_ready
 from farprop.transport.tls import Stream, TlsSocket
-from farprop.wire.codec import Encoded, decode, decode_call, decode_with, encode, encode_value
-from farprop.wire.failures import encode_failure
+from farprop.wire.codec import Encoded, decode_with
+from farprop.wire.dialect import Dialect
 from farprop.wire.frames import ANSWER, CONTEXT, FAILURE, FORKS, NOTICE, PROFILED, REMOTE, REQUEST, SYSTEM, Frame
-from farprop.wire.functions import FunctionNotFound, resolve
+from farprop.wire.functions import FunctionNotFound
 from farprop.wire.tensors import NotPlaced
 
 _log = logging.getLogger("farprop.serving")
@@ -81,6 +81,7 @@ class Server:
         devices: DeviceMaps,
         gate: Gate,
         max_message_bytes: int,
+        dialect: Dialect,
     ) -> None:
         self.active = 0  # requests that came and are not answered yet
         self.active_async = 0  # those of them whose function has returned a future
@@ -97,9 +98,12 @@ class Server:
         self._devices = devices
         self._gate = gate
         self._waiting = Waiting(worker, max_message_bytes)
+        self._dialect = dialect
+        self._resolve = dialect.resolve
+        self._decode_call = dialect.decode_call
         # Requests can come before the callers' maps are known.
-        self._encode_value = careful(encode_value)
-        self._encode_object = careful(encode)
+        self._encode_value = careful(dialect.encode_value)
+        self._encode_object = careful(dialect.encode)
         self.gil_waits: list[float] | None = None  # microseconds, while they are measured
         self._connections: dict[int, Connection] = {}
         self._identities: WeakKeyDictionary[Connection, Identity] = WeakKeyDictionary()
@@ -112,7 +116,7 @@ class Server:
     def know_device_maps(self) -> None:
         """The workers have met. Unless one of them has CPU tensors moved, answers take the short way from now on."""
         if not self._devices.moves_cpu_in_answers:
-            self._encode_value, self._encode_object = encode_value, encode
+            self._encode_value, self._encode_object = self._dialect.encode_value, self._dialect.encode
 
     def listen(self, listener: socket.socket) -> None:
         self._door.listen(listener)
@@ -286,12 +290,12 @@ class Server:
             elif frame.arrivals is not None:
                 function, args, kwargs, settings = decode_with(frame.arrivals.items, self._decode, frame)
             elif name and not flags & PROFILED:
-                args, kwargs = decode_call(frame.meta, frame.buffers, flags)
+                args, kwargs = self._decode_call(frame.meta, frame.buffers, flags)
             else:
                 function, args, kwargs, settings = self._decode(frame)
             if name:
-                function = resolve(name)
-        except FunctionNotFound as error:
+                function = self._resolve(name)
+        except (FunctionNotFound, NotExposedError) as error:
             self._fail(reply, error)
             return
         except BaseException as error:
@@ -329,10 +333,10 @@ class Server:
     def _decode(self, frame: Frame) -> tuple[Any, Any, Any, Any]:
         """The function (None if it goes by its name), its arguments, and the settings of a profile."""
         if frame.flags & PROFILED:
-            return decode(frame.meta, frame.buffers)  # type: ignore[no-any-return]
+            return self._dialect.decode(frame.meta, frame.buffers)  # type: ignore[no-any-return]
         if frame.name:
-            return None, *decode_call(frame.meta, frame.buffers, frame.flags), None
-        return *decode(frame.meta, frame.buffers), None
+            return None, *self._decode_call(frame.meta, frame.buffers, frame.flags), None
+        return *self._dialect.decode(frame.meta, frame.buffers), None
 
     def _decode_in_context(self, reply: Reply, frame: Frame) -> tuple[Any, Any, Any, Any]:
         """A call of an autograd context: it runs in it here too, unless it has ended meanwhile."""
@@ -432,9 +436,9 @@ class Server:
         place = self._devices.back_to(reply.connection.peer)
         whole = value if record is None else (value, record())
         if context is None or value is None or context.is_released:
-            return encode_value(whole, None, place)
+            return self._dialect.encode_value(whole, None, place)
         to = reply.connection.rank
-        return context.send(to, lambda graph: encode_value(whole, graph, place), reply.trail, placed=True)
+        return context.send(to, lambda graph: self._dialect.encode_value(whole, graph, place), reply.trail, placed=True)
 
     def _fail(self, reply: Reply, error: BaseException) -> None:
         if reply.creation is None:
@@ -446,6 +450,7 @@ class Server:
             self._answer(reply, None)
 
     def _send_failure(self, reply: Reply, error: BaseException) -> None:
+        encode_failure = self._dialect.encode_failure
         encoded = encode_failure(error, self._worker)
         if len(encoded.meta) > _LARGEST_FAILURE:
             short = RuntimeError(f"{type(error).__qualname__} was raised, and is too large to be sent")
@@ -471,7 +476,7 @@ class Server:
             self._references.not_sent(forks)
             if kind == FAILURE:
                 raise
-            connection.send(FAILURE, 0, reply.call_id, 0.0, b"", encode_failure(error, self._worker))
+            connection.send(FAILURE, 0, reply.call_id, 0.0, b"", self._dialect.encode_failure(error, self._worker))
         finally:
             self._count(flags, -1)
             if not more:

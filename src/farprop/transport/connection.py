@@ -57,6 +57,7 @@ class Connection:
         peer_max_bytes: int,
         on_blocked: Callable[[Connection], None],
         on_returned: Callable[[], None],
+        shares_memory: bool = True,
     ) -> None:
         self.peer = peer
         self.rank = -1  # the peer's, where it dialled us
@@ -68,7 +69,7 @@ class Connection:
         self.borrowing = Borrowing(on_returned)
         self._sock = sock
         self._tls = sock if isinstance(sock, TlsSocket) else None
-        self._awaits_passage = sock.family == socket.AF_UNIX
+        self._awaits_passage = shares_memory and sock.family == socket.AF_UNIX
         self._passage: Passage | None = None
         self._max_bytes = min(max_bytes, peer_max_bytes)
         self._max_is_ours = max_bytes <= peer_max_bytes

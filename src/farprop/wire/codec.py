@@ -50,6 +50,10 @@ _R = TypeVar("_R")
 class_reducers: dict[Any, Callable[[Any], Any]] = {}
 
 
+# Classes whose objects travel in front of a message, and what finds the one at a place there when it is decoded.
+reference_kinds: dict[type, Callable[[int], Any]] = {}
+
+
 class Encoded:
     """One encoded object: the pickle, the buffers beside it, what keeps their memory alive, flags for its frame, and
     what has to travel in front of it.

@@ -8,7 +8,6 @@ from farprop.protocol.passes import PassId
 from farprop.runtime.gradients.space import GradientSpace
 from farprop.runtime.loop import loop_of_this_thread
 from farprop.wire.codec import Encoded
-from farprop.wire.failures import decode_failure
 
 
 def _space() -> GradientSpace:
@@ -35,7 +34,7 @@ def survey(head: bytes, pairs: list[int]) -> Encoded:
 
 def failed(origin: int, number: int, failure: bytes) -> None:
     """Another worker says that a pass of ours failed."""
-    _space().origins.fail(PassId(origin, number), decode_failure(failure))
+    _space().failures.hear(PassId(origin, number), failure)
 
 
 def abort(context_id: int, origin: int, number: int) -> Encoded:

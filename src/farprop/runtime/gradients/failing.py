@@ -18,8 +18,7 @@ from farprop.runtime.gradients.contexts import Contexts
 from farprop.runtime.gradients.local import LocalPass
 from farprop.runtime.gradients.origins import Origins
 from farprop.runtime.gradients.post import Post, Word, answer, ask
-from farprop.wire.codec import Encoded, encode_call
-from farprop.wire.failures import encode_failure
+from farprop.wire.codec import Encoded
 
 _log = logging.getLogger("farprop.autograd")
 
@@ -45,7 +44,8 @@ class Failures:
         if local.id.origin == self._me:
             self._origins.fail(local.id, error)
         else:
-            self._report(local.id, encode_failure(error, self._post.name_of_rank(self._me)).meta, _TRIES)
+            failure = self._post.dialect.encode_failure(error, self._post.name_of_rank(self._me))
+            self._report(local.id, failure.meta, _TRIES)
 
     def _report(self, pass_id: PassId, failure: bytes, tries: int) -> None:
         def again(error: Exception) -> None:
@@ -54,10 +54,14 @@ class Failures:
                 self._report(pass_id, failure, tries - 1)
 
         try:
-            args = encode_call(None, (*pass_id, failure), {})
+            args = self._post.dialect.encode_call(None, (*pass_id, failure), {})
             self._post.send_own(pass_id.origin, _FAILED, args, Word(self._post, again), system=True)
         except (FarpropError, OSError) as error:
             again(error)
+
+    def hear(self, pass_id: PassId, failure: bytes) -> None:
+        """Another worker says that a pass of ours failed."""
+        self._origins.fail(pass_id, self._post.dialect.decode_failure(failure))
 
     def stop(self, local: LocalPass) -> bool:
         """Run and send nothing more of a pass here. Whether that is news."""
@@ -94,12 +98,12 @@ class Failures:
         try:
             context = self._contexts.find(context_id)
         except UsageError:
-            return answer([])
+            return answer(self._post.dialect, [])
         with context.lock:
             context.aborted.add(pass_id)
             local = context.passes.pop(pass_id, None)
         if local is None:
-            return answer(sorted(context.known))
+            return answer(self._post.dialect, sorted(context.known))
         self.stop(local)
         local.undo()
-        return answer(sorted(context.known | local.partners))
+        return answer(self._post.dialect, sorted(context.known | local.partners))

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from farprop.wire.codec import Encoded, encode_call
+from farprop.wire.codec import Encoded
+from farprop.wire.dialect import Dialect
 from farprop.wire.tensors import NotPlaced
 
 _SMALL = 16 * 1024
@@ -39,13 +40,13 @@ def restored(items: Sequence[Any]) -> list[torch.Tensor | None]:
     return [items[item] if type(item) is int else item for item in items]
 
 
-def encode_gradients(message: tuple[Any, ...]) -> Encoded:
+def encode_gradients(dialect: Dialect, message: tuple[Any, ...]) -> Encoded:
     """Encode a message that has gradients among other things."""
     try:
-        return encode_call(None, message, {})
+        return dialect.encode_call(None, message, {})
     except NotPlaced:
         on_cpu = [item.cpu() if isinstance(item, torch.Tensor) else item for item in message]
-        return encode_call(None, tuple(on_cpu), {})
+        return dialect.encode_call(None, tuple(on_cpu), {})
 
 
 def moved(gradients: Sequence[torch.Tensor | None], devices: Sequence[torch.device]) -> list[torch.Tensor | None]:

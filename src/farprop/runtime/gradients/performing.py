@@ -34,7 +34,7 @@ from farprop.runtime.gradients.post import Post, Word, answer_of
 from farprop.runtime.gradients.records import SEND, recorded
 from farprop.runtime.links import FutureCall
 from farprop.runtime.message_types import PROPAGATE
-from farprop.wire.codec import Encoded, encode_call
+from farprop.wire.codec import Encoded
 from farprop.wire.frames import Frame
 
 _GIVE_BACK = b"farprop.runtime.gradients.calls:give_back"
@@ -219,11 +219,12 @@ class Performer:
 
     def _message(self, local: LocalPass, target: Target, share: Share, gradients: Sequence[Gradient]) -> Encoded:
         local.partners.add(target.worker)
-        return encode_gradients((self._me, self.head(local, target.pair, share), *flat(gradients)))
+        return encode_gradients(self._post.dialect, (self._me, self.head(local, target.pair, share), *flat(gradients)))
 
     def _exchange(self, worker: int, message: Encoded, deadline: float) -> Any:
         """Send gradients and wait for what comes back with the answer."""
-        return answer_of(self._post.call_own(worker, PROPAGATE, message, seconds_to(deadline), system=False))
+        frame = self._post.call_own(worker, PROPAGATE, message, seconds_to(deadline), system=False)
+        return answer_of(self._post.dialect, frame)
 
     def _take_answer(self, local: LocalPass, back: Sequence[Any]) -> list[Action]:
         actions: list[Action] = []
@@ -244,13 +245,13 @@ class Performer:
             if error is not None:
                 raise error
             assert frame is not None
-            self.perform(local, self._take_answer(local, answer_of(frame)))
+            self.perform(local, self._take_answer(local, answer_of(self._post.dialect, frame)))
         except Exception as raised:
             self._fail(local, raised)
 
     def _say(self, local: LocalPass, worker: int, name: bytes, *args: Any) -> None:
         word = Word(self._post, lambda error: self._fail(local, error))
-        self._post.send_own(worker, name, encode_call(None, args, {}), word, system=False)
+        self._post.send_own(worker, name, self._post.dialect.encode_call(None, args, {}), word, system=False)
 
 
 def seconds_to(deadline: float) -> float:

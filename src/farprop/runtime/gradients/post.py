@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from farprop.runtime.links import FutureCall
-from farprop.wire.codec import Encoded, decode_call, encode_call
-from farprop.wire.failures import decode_failure
+from farprop.wire.codec import Encoded
+from farprop.wire.dialect import Dialect
 from farprop.wire.frames import ANSWER, Frame
 
 
@@ -15,6 +15,7 @@ class Post(Protocol):
     """What passes need of their worker."""
 
     rpc_timeout: float
+    dialect: Dialect
 
     def name_of_rank(self, rank: int) -> str: ...
 
@@ -48,23 +49,24 @@ class Word(FutureCall):
 
     def finish(self, frame: Frame | None, error: Exception | None) -> None:
         if frame is not None and frame.kind != ANSWER:
-            error = decode_failure(frame.meta)
+            error = self._post.dialect.decode_failure(frame.meta)
         if error is not None and self._on_error is not None:
             self._post.submit(self._on_error, error)
 
 
 def ask(post: Post, worker: int, name: bytes, timeout: float, *args: Any) -> Any:
     """Call one of farprop's short functions that return one thing, and wait for it."""
-    return answer_of(post.call_own(worker, name, encode_call(None, args, {}), timeout, system=True))[0]
+    encoded = post.dialect.encode_call(None, args, {})
+    return answer_of(post.dialect, post.call_own(worker, name, encoded, timeout, system=True))[0]
 
 
-def answer_of(frame: Frame) -> Any:
+def answer_of(dialect: Dialect, frame: Frame) -> Any:
     """What one of farprop's functions returned by ``encode_call``; raises what it raised."""
     if frame.kind != ANSWER:
-        raise decode_failure(frame.meta)
-    return decode_call(frame.meta, frame.buffers, frame.flags)[0]
+        raise dialect.decode_failure(frame.meta)
+    return dialect.decode_call(frame.meta, frame.buffers, frame.flags)[0]
 
 
-def answer(value: Any) -> Encoded:
+def answer(dialect: Dialect, value: Any) -> Encoded:
     """For ``ask``."""
-    return encode_call(None, (value,), {})
+    return dialect.encode_call(None, (value,), {})

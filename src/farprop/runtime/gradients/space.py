@@ -123,7 +123,7 @@ class GradientSpace:
             if isinstance(error, BackwardError):
                 _log.warning("worker %d: a backward pass failed: %s", self.me, error, exc_info=error)
             raise
-        return encode_gradients(tuple(back))
+        return encode_gradients(self._post.dialect, tuple(back))
 
     def _local(self, head: PassHead) -> LocalPass:
         context = self.contexts.find(head.context_id)
@@ -163,7 +163,7 @@ class GradientSpace:
     def survey(self, data: bytes, pairs: list[int]) -> Encoded:
         local = self._local(unpack_head(data))
         with local.lock:
-            return answer([tuple(target) for target in local.machine.reach(pairs)])
+            return answer(self._post.dialect, [tuple(target) for target in local.machine.reach(pairs)])
 
     # The ends of contexts and workers
 
@@ -217,7 +217,7 @@ class GradientSpace:
         context = self.contexts.meet(context_id)
         if context is not None:
             context.known.add(asker)
-        return answer(context is not None)
+        return answer(self._post.dialect, context is not None)
 
     def concerned_with(self, rank: int) -> bool:
         """Whether the death of a worker would change anything here."""

@@ -1,0 +1,170 @@
+"""Tensors in the messages of restricted jobs: written as bytes, dtype and shape, and read with suspicion."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+import torch
+
+from farprop.errors import NotDataError, ProtocolError
+from farprop.wire.tensors import CODES, DTYPES, INLINE_LIMIT, requiring_grad, view_memory
+
+_MAX_DIMS = 64
+_MAX_ELEMENTS = 1 << 60
+_SIZES = [0 if dtype is None else dtype.itemsize for dtype in DTYPES]
+_BOOL = CODES[torch.bool]
+# From NumPy's array to a tensor of any shape is one short step. Not for bool, whose bytes are looked at first.
+_NUMPY_DTYPES = [
+    numpy.dtype(name) if dtype is not None and (name := str(dtype)[6:]) in numpy.sctypeDict and name != "bool" else None
+    for dtype in DTYPES
+]
+_INT = frozenset((int,))
+_string_at = ctypes.string_at
+_ndarray = numpy.ndarray
+_from_numpy = torch.from_numpy
+
+# What a dense tensor is on the wire: its bytes or the number of its buffer, dtype, shape, and whether it requires grad.
+Dense = list[Any]
+
+
+class WrittenTensors:
+    """The tensors of a message, in order, and the buffers of the large ones."""
+
+    __slots__ = ("_known", "_memory", "_tensors", "buffers")
+
+    def __init__(self) -> None:
+        self.buffers: list[memoryview] = []
+        self._tensors: list[torch.Tensor] = []
+        self._memory: list[torch.Tensor] = []
+        self._known: dict[int, int] = {}
+
+    def known(self, tensor: torch.Tensor) -> int | None:
+        """The number of a tensor that the message has already; from now on it has this one."""
+        place = self._known.setdefault(id(tensor), len(self._known))
+        if place < len(self._tensors):
+            return place
+        self._tensors.append(tensor)  # so that nobody else gets its id
+        return None
+
+    @property
+    def keep(self) -> Any:
+        """What the buffers' memory belongs to."""
+        return self._memory or None
+
+    def write(self, tensor: torch.Tensor) -> tuple[bytes | int, int, tuple[int, ...]]:
+        code = CODES.get(tensor.dtype)
+        if code is None:
+            raise NotDataError(f"A restricted job can't send a tensor of dtype {tensor.dtype}.")
+        size = tensor.nbytes
+        shape = tuple(tensor.shape)
+        if not size:
+            return b"", code, shape
+        # Lazy bits are not in the memory.
+        if tensor.is_neg() or (tensor.is_complex() and tensor.is_conj()):
+            tensor = tensor.detach().resolve_conj().resolve_neg()
+        if not tensor.is_contiguous():
+            tensor = tensor.detach().contiguous()
+        if size < INLINE_LIMIT:
+            return _string_at(tensor.data_ptr(), size), code, shape
+        self._memory.append(tensor)
+        self.buffers.append(view_memory(tensor.data_ptr(), size))
+        return len(self.buffers) - 1, code, shape
+
+
+def _checked_shape(shape: Any, data_bytes: int, code: Any) -> None:
+    """Raises unless a tensor of this dtype and shape has just so many bytes."""
+    if type(code) is not int or not 0 <= code < len(_SIZES) or not _SIZES[code]:
+        raise ProtocolError(f"a message has a tensor of dtype {code!r:.20}, which this worker's torch does not have")
+    if type(shape) is not list or len(shape) > _MAX_DIMS or not _INT.issuperset(map(type, shape)):
+        raise ProtocolError("a message has a tensor whose shape makes no sense")
+    if shape and (min(shape) < 0 or math.prod([size or 1 for size in shape]) > _MAX_ELEMENTS):
+        raise ProtocolError("a message has a tensor whose shape can't be")
+    if math.prod(shape) * _SIZES[code] != data_bytes:
+        raise ProtocolError(f"a message has a tensor of shape {shape} and {data_bytes} bytes, which do not fit")
+
+
+def read_dense(item: Dense, buffers: Sequence[Any]) -> torch.Tensor:
+    if len(item) != 4 or type(item[3]) is not bool:
+        raise ProtocolError("a message has a tensor that makes no sense")
+    data, code, shape, requires_grad = item
+    if type(data) is bytes:
+        _checked_shape(shape, len(data), code)
+        numpy_dtype = _NUMPY_DTYPES[code]
+        if numpy_dtype is not None and data:
+            tensor = _from_numpy(_ndarray(shape, numpy_dtype, bytearray(data)))
+            return _requiring_grad(tensor) if requires_grad else tensor
+        memory: Any = bytearray(data)
+    else:
+        if type(data) is not int or not 0 <= data < len(buffers):
+            raise ProtocolError("a message has a tensor without its bytes")
+        memory = buffers[data]
+        _checked_shape(shape, memoryview(memory).nbytes, code)
+    dtype = DTYPES[code]
+    assert dtype is not None
+    try:
+        if 0 in shape:
+            tensor = torch.empty(shape, dtype=dtype)
+        else:
+            if code == _BOOL and bool((torch.frombuffer(memory, dtype=torch.uint8) > 1).any()):
+                raise ProtocolError("a message has a tensor of truth values that are neither true nor false")
+            tensor = torch.frombuffer(memory, dtype=dtype)
+            if len(shape) != 1:
+                tensor.resize_(shape)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise _nonsense(error) from error
+    return _requiring_grad(tensor) if requires_grad else tensor
+
+
+def _requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ProtocolError(f"a message has a tensor of {tensor.dtype} that requires grad")
+    return requiring_grad(tensor)
+
+
+def read_coo(item: list[Any], buffers: Sequence[Any]) -> torch.Tensor:
+    if len(item) != 5 or type(item[3]) is not bool or type(item[4]) is not bool:
+        raise ProtocolError("a message has a sparse tensor that makes no sense")
+    indices, values = (_part(part, buffers) for part in item[:2])
+    shape = _sparse_shape(item[2])
+    try:
+        tensor = torch.sparse_coo_tensor(indices, values, shape, check_invariants=True)
+        if item[3]:
+            tensor = tensor.coalesce()  # the sender said that it is, and may be wrong
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise _nonsense(error) from error
+    return _requiring_grad(tensor) if item[4] else tensor
+
+
+def read_csr(item: list[Any], buffers: Sequence[Any]) -> torch.Tensor:
+    if len(item) != 5 or type(item[4]) is not bool:
+        raise ProtocolError("a message has a sparse tensor that makes no sense")
+    rows, columns, values = (_part(part, buffers) for part in item[:3])
+    shape = _sparse_shape(item[3])
+    try:
+        tensor = torch.sparse_csr_tensor(rows, columns, values, shape, check_invariants=True)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise _nonsense(error) from error
+    return _requiring_grad(tensor) if item[4] else tensor
+
+
+def _part(item: Any, buffers: Sequence[Any]) -> torch.Tensor:
+    if type(item) is not list or len(item) != 4 or item[3] is not False:
+        raise ProtocolError("a message has a sparse tensor without its parts")
+    return read_dense(item, buffers)
+
+
+def _sparse_shape(shape: Any) -> list[int]:
+    """Sizes of a sparse tensor need no memory, but torch multiplies them."""
+    if type(shape) is not list or len(shape) > _MAX_DIMS or not _INT.issuperset(map(type, shape)):
+        raise ProtocolError("a message has a sparse tensor whose shape makes no sense")
+    if shape and (min(shape) < 0 or math.prod([size or 1 for size in shape]) > _MAX_ELEMENTS):
+        raise ProtocolError("a message has a sparse tensor whose shape can't be")
+    return shape
+
+
+def _nonsense(error: Exception) -> ProtocolError:
+    return ProtocolError(f"a message has a tensor that torch refuses: {error}")

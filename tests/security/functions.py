@@ -1,0 +1,166 @@
+"""What workers of restricted jobs expose, and what they keep to themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import farprop.rpc as rpc
+
+CALLED: list[str] = []  # what ran here that must not
+
+
+@rpc.expose
+def add(left: Any, right: Any = 1) -> Any:
+    return left + right
+
+
+@rpc.expose
+def echo(*values: Any) -> Any:
+    return values[0] if len(values) == 1 else values
+
+
+@rpc.expose(name="times")
+def multiply(left: Any, right: Any) -> Any:
+    return left * right
+
+
+@rpc.expose
+@rpc.functions.async_execution
+def add_later(left: Any, right: Any) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(left + right)
+    return future
+
+
+@rpc.expose
+async def add_in_a_coroutine(left: Any, right: Any) -> Any:
+    await asyncio.sleep(0)
+    return left + right
+
+
+@rpc.expose
+def fail(kind: str) -> None:
+    if kind == "value":
+        raise ValueError("what was wrong")
+    if kind == "key":
+        raise KeyError("a key")
+    if kind == "own":
+        raise MyError("what was wrong")
+    raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad")
+
+
+@rpc.expose
+def object_of(kind: str) -> Any:
+    return {"object": object(), "module": torch.nn.Linear(1, 1), "lambda": lambda: 1}[kind]
+
+
+def hidden() -> str:
+    CALLED.append("hidden")
+    return "hidden"
+
+
+def called() -> list[str]:
+    return CALLED
+
+
+class MyError(Exception):
+    pass
+
+
+@rpc.expose
+@dataclass(frozen=True)
+class Point:
+    x: int
+    y: Any = None
+
+    def __post_init__(self) -> None:
+        if self.x == 13:
+            raise ValueError("no 13")
+
+
+@dataclass
+class Unknown:
+    x: int
+
+
+@rpc.expose
+class Counter:
+    def __init__(self, start: int = 0) -> None:
+        self.value = start
+
+    @rpc.expose
+    def add(self, step: int) -> int:
+        self.value += step
+        return self.value
+
+    @rpc.expose
+    @rpc.functions.async_execution
+    def add_later(self, step: int) -> torch.futures.Future[int]:
+        future: torch.futures.Future[int] = torch.futures.Future()
+        future.set_result(self.add(step))
+        return future
+
+    def reset(self) -> None:
+        CALLED.append("reset")
+        self.value = 0
+
+    @rpc.expose
+    @staticmethod
+    def double(value: int) -> int:
+        return 2 * value
+
+    @rpc.expose
+    @classmethod
+    def named(cls, value: int) -> str:
+        return f"{cls.__name__}{value}"
+
+
+class Doubled(Counter):
+    """What is exposed of a class is exposed of those derived from it."""
+
+    def add(self, step: int) -> int:
+        return super().add(2 * step)
+
+
+@rpc.expose
+def make_doubled() -> rpc.RRef[Doubled]:
+    return rpc.RRef(Doubled())
+
+
+@rpc.expose
+def value_behind(rref: rpc.RRef[Any]) -> Any:
+    return rref.to_here()
+
+
+@rpc.expose
+def pass_on(rref: rpc.RRef[Any], to: str) -> Any:
+    return rpc.rpc_sync(to, value_behind, (rref,))
+
+
+rpc.expose(torch.mul)
+rpc.expose(torch.optim.SGD)
+rpc.expose(torch.optim.lr_scheduler.StepLR)
+rpc.expose(torch.nn.Linear, methods=("forward", "parameters", "train"))
+
+
+@rpc.expose
+class Half(torch.nn.Module):
+    """The half of a model that its worker keeps: its parameters are nobody else's business."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        torch.manual_seed(inputs)
+        self.layer = torch.nn.Linear(inputs, outputs)
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    @rpc.expose
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x))
+
+    @rpc.expose
+    def parameter_rrefs(self) -> list[rpc.RRef[torch.nn.Parameter]]:
+        return [rpc.RRef(parameter) for parameter in self.parameters()]
