@@ -16,6 +16,7 @@ from farprop.runtime.gradients.local import LocalPass
 from farprop.runtime.gradients.origins import Origins
 from farprop.runtime.gradients.post import answer
 from farprop.wire.codec import decode_call
+from farprop.wire.dialect import PICKLES
 from farprop.wire.frames import ANSWER, Frame
 
 ME = 1
@@ -25,6 +26,7 @@ class Network:
     """Workers 0 to 4. Calls to those in ``broken`` are lost so many times."""
 
     rpc_timeout = 60.0
+    dialect = PICKLES
 
     def __init__(self) -> None:
         self.broken: dict[int, int] = {}
@@ -45,7 +47,7 @@ class Network:
 
     def call_own(self, rank: int, name: bytes, encoded: Any, timeout: float, system: bool) -> Frame:
         self._reach(rank, name)
-        made = answer(self.knows.get(rank, []))
+        made = answer(PICKLES, self.knows.get(rank, []))
         return Frame(ANSWER, made.flags, 1, 0.0, b"", made.meta, (), [])
 
     def send_own(self, rank: int, name: bytes, encoded: Any, call: Any, system: bool) -> None:
@@ -87,7 +89,7 @@ class Worker:
 
 def _noted(graph: Any, tensor: torch.Tensor) -> Any:
     graph.append(tensor)
-    return answer(None)
+    return answer(PICKLES, None)
 
 
 def test_who_notices_does_not_undo_what_may_have_ended() -> None:

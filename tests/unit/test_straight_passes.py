@@ -15,6 +15,7 @@ from farprop.runtime.gradients.post import answer
 from farprop.runtime.gradients.roots import backward_from
 from farprop.runtime.gradients.space import GradientSpace
 from farprop.wire.codec import decode_call, encode_call
+from farprop.wire.dialect import PICKLES
 from farprop.wire.frames import ANSWER, Frame
 
 
@@ -22,6 +23,7 @@ class Network:
     """One end of it."""
 
     rpc_timeout = 60.0
+    dialect = PICKLES
 
     def __init__(self) -> None:
         self.other: GradientSpace
@@ -39,7 +41,7 @@ class Network:
             made = self.other.propagate(args[0], args[1], tuple(args[2:]))
         else:
             assert method == "abort", method
-            made = answer([])
+            made = answer(PICKLES, [])
         return Frame(ANSWER, made.flags, 1, 0.0, b"", made.meta, tuple(made.buffers), [])
 
     def clean_up(self, rank: int, context_id: int) -> None:

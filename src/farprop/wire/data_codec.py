@@ -298,7 +298,7 @@ class _Reader:
         return dtype
 
     def _device(self, item: list[Any], depth: int) -> torch.device:
-        if len(item) != 3 or item[1] not in _DEVICES:
+        if len(item) != 3 or type(item[1]) is not str or item[1] not in _DEVICES:
             raise ProtocolError("a message has a torch.device that can't be")
         index = item[2]
         if index is None:

@@ -129,6 +129,8 @@ def read_coo(item: list[Any], buffers: Sequence[Any]) -> torch.Tensor:
     if len(item) != 5 or type(item[3]) is not bool or type(item[4]) is not bool:
         raise ProtocolError("a message has a sparse tensor that makes no sense")
     indices, values = (_part(part, buffers) for part in item[:2])
+    if indices.dtype is not torch.int64:
+        raise ProtocolError(f"a message has a sparse tensor whose indices are {indices.dtype}")
     shape = _sparse_shape(item[2])
     try:
         tensor = torch.sparse_coo_tensor(indices, values, shape, check_invariants=True)
