@@ -87,7 +87,7 @@ def main() -> int:
     sides: dict[tuple[str, ...], Pair | Ranks] = {}
     for work in plan.works:
         for side, name in (("ours", plan.ours), ("theirs", plan.theirs)):
-            package, key = PACKAGES[name], _key(side, work)
+            package, key = _package(side, work, name), _key(side, work)
             if key not in sides:
                 sides[key] = Ranks(package, work.ranks) if work.ranks else Pair(package, _env(side, work))
     processes = [[floor], *(side.children for side in sides.values())]
@@ -127,7 +127,16 @@ def main() -> int:
 
 def _key(side: str, work: Work) -> tuple[str, ...]:
     """Works with the same one are done by the same processes."""
-    return side, str(work.ranks), *(f"{key}={value}" for key, value in sorted(_env(side, work).items()))
+    return (
+        side,
+        str(work.ranks),
+        work.against if side == "theirs" else "",
+        *(f"{key}={value}" for key, value in sorted(_env(side, work).items())),
+    )
+
+
+def _package(side: str, work: Work, name: str) -> str:
+    return PACKAGES[work.against if side == "theirs" and work.against else name]
 
 
 def _env(side: str, work: Work) -> Mapping[str, str]:

@@ -16,6 +16,7 @@ def main(package: str, rank: int, port: int) -> None:
     import torch
 
     from bench.works import WORKS, Api
+    from bench.works.calls import add, noop
 
     torch.set_num_threads(1)
     # torch's own shutdown says this of itself
@@ -24,6 +25,9 @@ def main(package: str, rank: int, port: int) -> None:
     options = api.rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=NUM_WORKER_THREADS, init_method=f"tcp://127.0.0.1:{port}"
     )
+    if package == "farprop":
+        api.rpc.expose(noop)
+        api.rpc.expose(add)
     api.rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
 
     def prepare(name: str) -> Sample:

@@ -135,6 +135,8 @@ def test_the_goals_are_those_of_the_issues() -> None:
         "echo-1mb": 3,
         "echo-128mb": 5,
         "empty-tcp": 3,
+        "restricted-empty": 1 / 1.2,
+        "restricted-add": 1 / 1.2,
         "remote": 4,
         "backward-1": 3,
         "backward-8": 3,

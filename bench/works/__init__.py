@@ -69,6 +69,8 @@ class Work:
     """The bare ping-pong to compare with, if any."""
     ranks: int = 0
     """It is done by a process group of so many, not by a pair of workers."""
+    against: str = ""
+    """The package to compare with, if it is not torch's."""
 
 
 WORKS: dict[str, Work] = {}
@@ -85,18 +87,19 @@ def work(
     env: Mapping[str, str] | None = None,
     floor: str = "",
     ranks: int = 0,
+    against: str = "",
 ) -> Callable[[Callable[[Api, str], Sample]], Callable[[Api, str], Sample]]:
     """Register the decorated function as a work."""
 
     def register(prepare: Callable[[Api, str], Sample]) -> Callable[[Api, str], Sample]:
         if name in WORKS:
             raise ValueError(f"two works are named {name!r}")
-        WORKS[name] = Work(name, label, goal, prepare, samples, warmup, calls, env or {}, floor, ranks)
+        WORKS[name] = Work(name, label, goal, prepare, samples, warmup, calls, env or {}, floor, ranks, against)
         return prepare
 
     return register
 
 
 # The order of these is the order of the table.
-for _family in ("calls", "echo", "tcp", "references", "autograd", "script", "groups"):
+for _family in ("calls", "echo", "tcp", "restricted", "references", "autograd", "script", "groups"):
     importlib.import_module(f"{__name__}.{_family}")

@@ -229,7 +229,7 @@ class _Reader:
             raise ProtocolError(f"a message has a {kind.__name__} where a value should be")
         tag = item[0]
         if tag == _TENSOR:
-            return self._noted(read_dense(item[1:], self.buffers))
+            return self._noted(read_dense(item, 1, self.buffers))
         if depth > MAX_DEPTH:
             raise ProtocolError(f"a message is nested more than {MAX_DEPTH} deep")
         if type(tag) is not int or not 0 <= tag < len(_READERS):
@@ -270,7 +270,7 @@ class _Reader:
         return bytearray(*_of_kinds(item, bytes))
 
     def _dense(self, item: list[Any], depth: int) -> torch.Tensor:
-        return self._noted(read_dense(item[1:], self.buffers))
+        return self._noted(read_dense(item, 1, self.buffers))
 
     def _again(self, item: list[Any], depth: int) -> Any:
         (place,) = _of_kinds(item, int)
@@ -369,15 +369,15 @@ def _find(name: Any, what: str) -> Any:
 
 
 def _unpack(meta: bytes | bytearray | memoryview) -> Any:
-    if bytes(meta[:1]) == _PICKLE:
-        raise ProtocolError(
-            "A pickle came to a worker of a restricted job, which reads data alone. Nothing of it was unpickled."
-        )
     if len(meta) > MAX_META:
         raise ProtocolError(f"a message has {len(meta)} bytes besides its tensors, and the limit is {MAX_META}")
     try:
         return _decode(meta)
     except Exception as error:  # whatever msgspec thinks of it
+        if bytes(meta[:1]) == _PICKLE:
+            raise ProtocolError(
+                "A pickle came to a worker of a restricted job, which reads data alone. Nothing of it was unpickled."
+            ) from None
         raise ProtocolError(f"a message is no MessagePack: {error}") from error
 
 
@@ -385,6 +385,8 @@ def decode_call(
     meta: bytes | bytearray | memoryview, buffers: Sequence[Any], flags: int
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     """The ``(args, kwargs)`` that ``encode_call`` took."""
+    if flags & PLAIN and meta == _NO_ARGUMENTS.meta:
+        return (), {}
     whole = _unpack(meta)
     if type(whole) is not list:
         raise ProtocolError("a message has no arguments")

@@ -27,9 +27,6 @@ _string_at = ctypes.string_at
 _ndarray = numpy.ndarray
 _from_numpy = torch.from_numpy
 
-# What a dense tensor is on the wire: its bytes or the number of its buffer, dtype, shape, and whether it requires grad.
-Dense = list[Any]
-
 
 class WrittenTensors:
     """The tensors of a message, in order, and the buffers of the large ones."""
@@ -75,24 +72,33 @@ class WrittenTensors:
         return len(self.buffers) - 1, code, shape
 
 
-def _checked_shape(shape: Any, data_bytes: int, code: Any) -> None:
+def _check_size(code: Any, shape: Any, data_bytes: int) -> None:
     """Raises unless a tensor of this dtype and shape has just so many bytes."""
     if type(code) is not int or not 0 <= code < len(_SIZES) or not _SIZES[code]:
         raise ProtocolError(f"a message has a tensor of dtype {code!r:.20}, which this worker's torch does not have")
-    if type(shape) is not list or len(shape) > _MAX_DIMS or not _INT.issuperset(map(type, shape)):
-        raise ProtocolError("a message has a tensor whose shape makes no sense")
-    if shape and (min(shape) < 0 or math.prod([size or 1 for size in shape]) > _MAX_ELEMENTS):
+    if not data_bytes or type(shape) is not list or len(shape) > _MAX_DIMS or not _INT.issuperset(map(type, shape)):
+        check_shape(shape)
+    elif shape and min(shape) < 0:
         raise ProtocolError("a message has a tensor whose shape can't be")
     if math.prod(shape) * _SIZES[code] != data_bytes:
         raise ProtocolError(f"a message has a tensor of shape {shape} and {data_bytes} bytes, which do not fit")
 
 
-def read_dense(item: Dense, buffers: Sequence[Any]) -> torch.Tensor:
-    if len(item) != 4 or type(item[3]) is not bool:
+def check_shape(shape: Any) -> None:
+    """Raises unless torch can have a tensor of this shape. Torch multiplies the sizes, also where there is no memory."""
+    if type(shape) is not list or len(shape) > _MAX_DIMS or not _INT.issuperset(map(type, shape)):
+        raise ProtocolError("a message has a tensor whose shape makes no sense")
+    if shape and (min(shape) < 0 or math.prod([size or 1 for size in shape]) > _MAX_ELEMENTS):
+        raise ProtocolError("a message has a tensor whose shape can't be")
+
+
+def read_dense(item: list[Any], at: int, buffers: Sequence[Any]) -> torch.Tensor:
+    """A dense tensor, which is at this place of the item, to its end."""
+    if len(item) != at + 4 or type(item[at + 3]) is not bool:
         raise ProtocolError("a message has a tensor that makes no sense")
-    data, code, shape, requires_grad = item
+    data, code, shape, requires_grad = item[at:]
     if type(data) is bytes:
-        _checked_shape(shape, len(data), code)
+        _check_size(code, shape, len(data))
         numpy_dtype = _NUMPY_DTYPES[code]
         if numpy_dtype is not None and data:
             tensor = _from_numpy(_ndarray(shape, numpy_dtype, bytearray(data)))
@@ -102,7 +108,7 @@ def read_dense(item: Dense, buffers: Sequence[Any]) -> torch.Tensor:
         if type(data) is not int or not 0 <= data < len(buffers):
             raise ProtocolError("a message has a tensor without its bytes")
         memory = buffers[data]
-        _checked_shape(shape, memoryview(memory).nbytes, code)
+        _check_size(code, shape, memoryview(memory).nbytes)
     dtype = DTYPES[code]
     assert dtype is not None
     try:
@@ -131,7 +137,8 @@ def read_coo(item: list[Any], buffers: Sequence[Any]) -> torch.Tensor:
     indices, values = (_part(part, buffers) for part in item[:2])
     if indices.dtype is not torch.int64:
         raise ProtocolError(f"a message has a sparse tensor whose indices are {indices.dtype}")
-    shape = _sparse_shape(item[2])
+    shape = item[2]
+    check_shape(shape)
     try:
         tensor = torch.sparse_coo_tensor(indices, values, shape, check_invariants=True)
         if item[3]:
@@ -145,7 +152,8 @@ def read_csr(item: list[Any], buffers: Sequence[Any]) -> torch.Tensor:
     if len(item) != 5 or type(item[4]) is not bool:
         raise ProtocolError("a message has a sparse tensor that makes no sense")
     rows, columns, values = (_part(part, buffers) for part in item[:3])
-    shape = _sparse_shape(item[3])
+    shape = item[3]
+    check_shape(shape)
     try:
         tensor = torch.sparse_csr_tensor(rows, columns, values, shape, check_invariants=True)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -156,16 +164,7 @@ def read_csr(item: list[Any], buffers: Sequence[Any]) -> torch.Tensor:
 def _part(item: Any, buffers: Sequence[Any]) -> torch.Tensor:
     if type(item) is not list or len(item) != 4 or item[3] is not False:
         raise ProtocolError("a message has a sparse tensor without its parts")
-    return read_dense(item, buffers)
-
-
-def _sparse_shape(shape: Any) -> list[int]:
-    """Sizes of a sparse tensor need no memory, but torch multiplies them."""
-    if type(shape) is not list or len(shape) > _MAX_DIMS or not _INT.issuperset(map(type, shape)):
-        raise ProtocolError("a message has a sparse tensor whose shape makes no sense")
-    if shape and (min(shape) < 0 or math.prod([size or 1 for size in shape]) > _MAX_ELEMENTS):
-        raise ProtocolError("a message has a sparse tensor whose shape can't be")
-    return shape
+    return read_dense(item, 0, buffers)
 
 
 def _nonsense(error: Exception) -> ProtocolError:
