@@ -127,12 +127,8 @@ def main() -> int:
 
 def _key(side: str, work: Work) -> tuple[str, ...]:
     """Works with the same one are done by the same processes."""
-    return (
-        side,
-        str(work.ranks),
-        work.against if side == "theirs" else "",
-        *(f"{key}={value}" for key, value in sorted(_env(side, work).items())),
-    )
+    env = (f"{key}={value}" for key, value in sorted(_env(side, work).items()))
+    return side, str(work.ranks), work.against if side == "theirs" else "", *env
 
 
 def _package(side: str, work: Work, name: str) -> str:

@@ -456,6 +456,14 @@ script_hooks: Final = {hook.name: hook for hook in _SCRIPT_HOOKS if hook is not 
 has_torchscript: Final = _SCRIPT not in _missing.values()
 
 
+# Torch unpickles what came in a collective of objects here.
+object_hook: Final = _find_hook(
+    "torch.distributed.distributed_c10d._tensor_to_object",
+    3,
+    "restricted jobs that refuse what came in broadcast_object_list and the like",
+)
+
+
 def source_of(compiled: Any) -> Any:
     """The Python function that a script function was compiled from; None if it is not known."""
     return getattr(compiled, "_torchdynamo_inline", None)

@@ -67,6 +67,14 @@ def called() -> list[str]:
     return CALLED
 
 
+WEIGHT = torch.ones(3, requires_grad=True)
+
+
+@rpc.expose
+def weigh(x: torch.Tensor) -> torch.Tensor:
+    return x * WEIGHT
+
+
 class MyError(Exception):
     pass
 

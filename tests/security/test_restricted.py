@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
 import torch
+import torch.distributed as dist
 
 import farprop.autograd as dist_autograd
 import farprop.distributed  # noqa: F401
@@ -265,6 +268,31 @@ def test_remote_modules_and_optimisers_of_exposed_classes() -> None:
     _in_job(_remote_module)
 
 
+# Process groups
+
+
+def _collectives(rank: int, path: str) -> None:
+    _start(rank, 2)
+    dist.init_process_group("farprop", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    tensor = torch.full((1000,), float(rank + 1))
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [3.0] * 1000
+    with pytest.raises(UsageError, match="Collectives of objects"):
+        dist.all_gather_object([None, None], {"rank": rank})
+    if rank:
+        with pytest.raises(UsageError, match="Collectives of objects"):
+            dist.broadcast_object_list([None], 0)
+    else:
+        dist.broadcast_object_list([1], 0)
+    dist.barrier()
+    dist.destroy_process_group()
+    rpc.shutdown()
+
+
+def test_process_groups_move_tensors_and_unpickle_nothing(tmp_path: Path) -> None:
+    run_workers(_collectives, 2, (str(tmp_path / "store"),))
+
+
 # The job
 
 
@@ -288,9 +316,7 @@ def test_all_workers_are_restricted_or_none() -> None:
 
 
 def _join_after_another(rank: int) -> str:
-    import torch.distributed as dist
-
-    store = dist.TCPStore("127.0.0.1", int(__import__("os").environ["MASTER_PORT"]), is_master=rank == 0)
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=rank == 0)
     options = rpc.TensorPipeRpcBackendOptions(init_method=store)
     if rank:
         store.wait(["first"])

@@ -83,6 +83,7 @@ class TensorPipeAgent(RpcAgent):
             from farprop.rpc import restricted as mode  # with msgspec, which others need not import
 
             mode.check_options(rpc_backend_options.device_maps)
+            mode.refuse_object_collectives()
             dialect = mode.data_dialect(name)
         self._options = rpc_backend_options
         # A device that is named twice is an error of the options, which the roster's judge finds.

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from farprop import _torch
 from farprop.errors import NotExposedError, ProtocolError, UsageError
 from farprop.rpc.rref import RRef
 from farprop.runtime import owner_calls as owner_calls  # these two, so that peers find them
+from farprop.runtime.current import current_agent, is_agent_set
 from farprop.runtime.gradients import calls as calls
 from farprop.wire import data_codec, data_failures, exposed
 from farprop.wire.dialect import Dialect
@@ -161,3 +163,23 @@ def check_options(device_maps: Any) -> None:
     """Raises if a job with these options can't be restricted."""
     if device_maps:
         raise UsageError("A restricted job sends tensors of the CPU only, so it takes no device_maps: drop them.")
+
+
+def refuse_object_collectives() -> None:
+    """Have torch's collectives of objects, which unpickle what comes, raise while this process is in a restricted job.
+
+    They are made of collectives of tensors, so a group can't tell; and they are torch's with any group.
+    """
+    hook = _torch.object_hook
+    if hook is None or getattr(hook.owner, hook.name) is not hook.theirs:
+        return
+
+    def tensor_to_object(tensor: Any, tensor_size: Any, group: Any) -> Any:
+        if is_agent_set() and current_agent().dialect.restricted:
+            raise UsageError(
+                "Collectives of objects (broadcast_object_list and the like) unpickle what other ranks send, which a "
+                "process in a restricted job does not do. Send tensors, or make a call."
+            )
+        return hook.theirs(tensor, tensor_size, group)
+
+    setattr(hook.owner, hook.name, tensor_to_object)

@@ -85,7 +85,7 @@ def _check_size(code: Any, shape: Any, data_bytes: int) -> None:
 
 
 def check_shape(shape: Any) -> None:
-    """Raises unless torch can have a tensor of this shape. Torch multiplies the sizes, also where there is no memory."""
+    """Raises unless torch can have a tensor of this shape. It multiplies the sizes, also where there is no memory."""
     if type(shape) is not list or len(shape) > _MAX_DIMS or not _INT.issuperset(map(type, shape)):
         raise ProtocolError("a message has a tensor whose shape makes no sense")
     if shape and (min(shape) < 0 or math.prod([size or 1 for size in shape]) > _MAX_ELEMENTS):
@@ -109,14 +109,15 @@ def read_dense(item: list[Any], at: int, buffers: Sequence[Any]) -> torch.Tensor
             raise ProtocolError("a message has a tensor without its bytes")
         memory = buffers[data]
         _check_size(code, shape, memoryview(memory).nbytes)
+    # Torch's own code counts on it, and would write where it must not.
+    if code == _BOOL and memory and bool((torch.frombuffer(memory, dtype=torch.uint8) > 1).any()):
+        raise ProtocolError("a message has a tensor of truth values that are neither true nor false")
     dtype = DTYPES[code]
     assert dtype is not None
     try:
         if 0 in shape:
             tensor = torch.empty(shape, dtype=dtype)
         else:
-            if code == _BOOL and bool((torch.frombuffer(memory, dtype=torch.uint8) > 1).any()):
-                raise ProtocolError("a message has a tensor of truth values that are neither true nor false")
             tensor = torch.frombuffer(memory, dtype=dtype)
             if len(shape) != 1:
                 tensor.resize_(shape)

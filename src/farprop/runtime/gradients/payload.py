@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from farprop.errors import ProtocolError
 from farprop.wire.codec import Encoded
 from farprop.wire.dialect import Dialect
 from farprop.wire.tensors import NotPlaced
@@ -37,7 +38,15 @@ def flat(gradients: Sequence[torch.Tensor | None]) -> list[Any]:
 
 
 def restored(items: Sequence[Any]) -> list[torch.Tensor | None]:
-    return [items[item] if type(item) is int else item for item in items]
+    return [_earlier(items, place) if type(item) is int else item for place, item in enumerate(items)]
+
+
+def _earlier(items: Sequence[Any], place: int) -> torch.Tensor:
+    first = items[place]
+    found = items[first] if 0 <= first < place else None
+    if not isinstance(found, torch.Tensor):
+        raise ProtocolError("a message of a backward pass refers to a gradient that it does not have")
+    return found
 
 
 def encode_gradients(dialect: Dialect, message: tuple[Any, ...]) -> Encoded:

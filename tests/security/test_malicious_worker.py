@@ -1,0 +1,354 @@
+"""A worker of a restricted job that has the job's key and sends what it likes: nothing of it runs, nobody breaks."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import farprop.autograd as dist_autograd
+import farprop.nn
+import farprop.optim  # noqa: F401
+import farprop.rpc as rpc
+from farprop.errors import ConnectionLostError, FarpropError
+from farprop.protocol.pass_messages import PassHead, pack_head
+from farprop.protocol.passes import ALL, PassId
+from farprop.protocol.references.messages import Fork, pack_forks
+from farprop.rpc.restricted import _INTERNAL
+from farprop.runtime.current import current_agent
+from farprop.runtime.message_types import PROPAGATE
+from farprop.wire.codec import Encoded
+from farprop.wire.frames import CONTEXT, FAILURE, FORKS, PLAIN, PROFILED, REMOTE, SYSTEM
+from tests.security import functions as f
+from tests.support.workers import Cluster, cluster
+
+pytestmark = pytest.mark.one_transport
+
+VICTIM, ATTACKER, BYSTANDER = range(3)
+ECHO = b"tests.security.functions:echo"
+pack = msgspec.msgpack.encode
+
+
+@pytest.fixture(scope="module")
+def _job() -> Iterator[Cluster]:
+    with cluster(3, env={"FARPROP_RESTRICTED": "1"}, options={"rpc_timeout": 10}, check=False) as job:
+        for rank in range(3):
+            assert job.run(rank, _imported, "farprop.optim")  # and all that this module imports
+        yield job
+        job.kill(ATTACKER)
+        _serves(job)  # also without the attacker
+
+
+@pytest.fixture
+def job(_job: Cluster) -> Iterator[Cluster]:
+    """After each attack nothing has run that must not, and the victim serves everybody."""
+    yield _job
+    assert _job.run(VICTIM, f.called) == []
+    _serves(_job)
+
+
+def _serves(job: Cluster) -> None:
+    assert job.run(BYSTANDER, rpc.rpc_sync, "worker0", f.add, (1,)) == 2
+    assert job.run(VICTIM, rpc.rpc_sync, "worker2", f.add, (1,)) == 2
+    assert job.run(BYSTANDER, _use_reference) == 1
+
+
+def _use_reference() -> int:
+    return int(rpc.remote("worker0", f.Counter).rpc_sync().add(1))
+
+
+def _send(name: bytes, meta: bytes, flags: int = 0, buffers: Any = ()) -> tuple[int, Any]:
+    """In the attacker: send this, and return the kind of the answer and what it says."""
+    agent = current_agent()
+    encoded = Encoded(meta, [memoryview(b) for b in buffers], None, flags)
+    try:
+        frame = agent.link("worker0").call_sync(0, name, encoded, 10.0)
+    except ConnectionLostError:
+        return 0, "it hung up"
+    if frame.kind == FAILURE:
+        return FAILURE, repr(agent.dialect.decode_failure(frame.meta))
+    return frame.kind, "it answered"
+
+
+# Pickles
+
+
+class Bomb:
+    """If this is ever unpickled, a file appears."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (self.path, "w")
+
+
+def _send_pickles(path: str) -> list[Any]:
+    bomb = Bomb(path)
+    one = Fork(1, rpc.RRef(1)._own.rref, rpc.RRef(1)._own.rref, True)  # type: ignore[union-attr]
+    heads = {
+        0: b"",
+        PLAIN: b"",
+        SYSTEM: b"",
+        PROFILED: b"",
+        CONTEXT: struct.pack("<QQII", 1 << 48, 0, 0, 0),
+        CONTEXT | PLAIN: struct.pack("<QQII", 1 << 48, (1 << 48) + 5, 1, 0),
+        FORKS: pack_forks([]),
+        FORKS | REMOTE: pack_forks([one]) + b"\0\0",
+    }
+    said = []
+    for flags, head in heads.items():
+        for name in (ECHO, b"", *_INTERNAL):
+            for whole in (((bomb,), {}), (bomb, (), {}), (0, (bomb,)), (bomb, bomb, bomb, bomb), bomb):
+                said.append(_send(name, head + pickle.dumps(whole, 5), flags))
+    return said
+
+
+def test_pickles(job: Cluster, tmp_path: Path) -> None:
+    path = tmp_path / "boom"
+    for kind, text in job.run(ATTACKER, _send_pickles, str(path)):
+        assert kind in (0, FAILURE) or text == "it answered", text  # a remote() is answered before it has run
+    assert not path.exists()
+
+
+# Names
+
+
+def _send_names(path: str) -> list[tuple[int, str]]:
+    said = []
+    paths = pack([path])
+    command = pack([f"touch {path}"])
+    for name in (
+        *("os:system", "posix:system", "os:mkdir", "builtins:eval", "builtins:exec", "builtins:open", "subprocess:run"),
+        *("importlib:import_module", "torch:load", "pickle:loads", "cloudpickle:loads", "torch.jit:load", "this:s"),
+        *("farprop.rpc.internal:run_pickled", "farprop.rpc.internal:run_pickled_async", "farprop.wire.codec:decode"),
+        *("farprop.rpc.rref_proxy:_local_invoke", "farprop.rpc.rref_proxy:_local_invoke_async_execution"),
+        *("farprop.runtime.owner_calls:invoke_on", "farprop.runtime.owner_calls:_agent", "farprop.rpc.api:shutdown"),
+        *("farprop.runtime.owner_calls:_rref_typeof_on_owner", "farprop.wire.exposed:add", "farprop.rpc:rpc_sync"),
+        *("farprop.nn.remote_module:_recursive_script_module_receiver", "farprop.wire.codec:_load_script_module"),
+        *("farprop.nn.remote_module:_create_compiled_module", "farprop.jit.calls:call", "farprop.compat:install"),
+        *(
+            "tests.security.functions:hidden",
+            "tests.security.functions:Counter.reset",
+            "tests.security.functions:called",
+        ),
+        *("tests.security.functions:Counter.add", "tests.security.functions:rpc.rpc_sync"),
+        *(
+            "tests.security.functions:echo.__globals__",
+            "tests.security.functions:echo.__class__",
+            ":",
+            "echo",
+            "a" * 9000,
+        ),
+        *("tests.security.functions", "tests.security.functions:", "../../etc/passwd", "farprop.runtime.owner_calls:"),
+    ):
+        said += [_send(name.encode(), meta, PLAIN) for meta in (paths, command, b"\x90")]
+    said += [_send(name, paths, PLAIN) for name in (b"\xff\xfe", b"\0", b"x:\xff")]
+    return said
+
+
+def _imported(module: str) -> bool:
+    return module in sys.modules
+
+
+def test_names_that_are_not_exposed(job: Cluster, tmp_path: Path) -> None:
+    path = tmp_path / "boom"
+    for kind, text in job.run(ATTACKER, _send_names, str(path)):
+        assert kind == FAILURE
+        assert text.startswith("NotExposedError"), text
+    assert not path.exists()
+    assert not job.run(VICTIM, _imported, "this")
+
+
+def _value_of_the_victim() -> Any:
+    job_counter = rpc.remote("worker0", f.Counter, (5,))
+    job_counter.rpc_sync().add(0)
+    return job_counter
+
+
+def _reach_into_values() -> list[tuple[int, str]]:
+    counter = _value_of_the_victim()
+    rref = counter._record.rref
+    said = []
+    for method in ("reset", "__init__", "__class__", "__dict__", "__reduce_ex__", "__getattribute__", "__setattr__",
+                   "add.__globals__", "value", "", "\0", "add\0", "__farprop_exposed", "_farprop_exposed"):  # fmt: skip
+        for function in (b"farprop.runtime.owner_calls:invoke", b"farprop.rpc.rref_proxy:invoke_here"):
+            args: list[Any] = [rref.created_on, rref.local_id, True, method, [1], [2]]
+            if b"here" in function:
+                args = [[16, 0], method, [1], [2]]
+            said.append(_send(function, pack(args), PLAIN))
+    return said
+
+
+def test_methods_that_are_not_exposed(job: Cluster) -> None:
+    for kind, text in job.run(ATTACKER, _reach_into_values):
+        assert kind == FAILURE
+        assert text.startswith(("NotExposedError", "ProtocolError")), text
+
+
+# Data
+
+
+def _bad_data() -> list[bytes]:
+    deep = [b"\x91" * 100_000, b"\x92\x00" * 5000 + b"\xc0", b"\x92\x01" * 200 + b"\xc0"]
+    tensors: list[Any] = [
+        [8, b"", 0, [1 << 40], False],
+        [8, b"1234", 0, [-1], False],
+        [8, 0, 0, [1000], False],
+        [8, 5, 0, [1], False],
+        [8, b"\x07", 15, [1], False],
+        [8, b"12345678", 10, [1], True],
+        [10, [b"\xff" * 8, 10, [1, 1], False], [b"1234", 0, [1], False], [2], False, False],
+        [10, [b"\xff" * 8, 10, [1, 1], False], [b"1234", 0, [1], False], [2], True, False],
+        [11, [b"\x7f" * 16, 10, [2], False], [b"\x7f" * 8, 10, [1], False], [b"1234", 0, [1], False], [1, 1], False],
+        [9, 0],
+        [16, 0],
+        [17, b"os:system"],
+        [15, b"tests.security.functions:Unknown", "x", 1],
+        [15, b"tests.security.functions:Point", "x", "y", 13, None],
+    ]
+    return [*deep, *(pack([item]) for item in tensors), b"", b"\xc1", b"\xff" * 1000]
+
+
+def _send_bad_data() -> list[tuple[int, str]]:
+    return [_send(name, meta, flags) for meta in _bad_data() for name in (ECHO, PROPAGATE) for flags in (PLAIN, 0)]
+
+
+def test_data_that_makes_no_sense(job: Cluster) -> None:
+    for kind, text in job.run(ATTACKER, _send_bad_data):
+        assert kind == FAILURE
+        assert text.startswith(("ProtocolError", "NotExposedError")), text
+
+
+def _send_at_random(seed: int) -> set[str]:
+    """Everything at once: names, flags, heads, arguments of any type."""
+    chance = random.Random(seed)
+    names = [ECHO, *_INTERNAL]
+
+    def some(depth: int = 0) -> Any:
+        kinds = [None, True, 0, 1, -1, 2**63, "worker0", b"", chance.randbytes(30), 1.5, [8, b"1234", 0, [1], False]]
+        if depth < 3 and chance.random() < 0.5:
+            return [chance.randrange(18), *[some(depth + 1) for _ in range(chance.randrange(4))]]
+        return chance.choice(kinds)
+
+    said = set()
+    for _ in range(400):
+        # Those that may wait for something that never comes are not asked to, and shutdown is not either.
+        name = chance.choice(names)
+        if b"owner_calls:fetch" in name or b"owner_calls:backward" in name or b"_gather" in name:
+            continue
+        flags = chance.choice((0, PLAIN, PLAIN, SYSTEM, CONTEXT, FORKS, FORKS | REMOTE, CONTEXT | PLAIN))
+        head = b"" if not flags & (FORKS | CONTEXT) else chance.randbytes(chance.randrange(60))
+        if flags & FORKS and chance.random() < 0.7:
+            head = pack_forks([]) + head
+        kind, text = _send(name, head + pack([some() for _ in range(chance.randrange(7))]), flags)
+        said.add(text.partition("(")[0] if kind == FAILURE else text)
+    return said
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_anything_at_all(job: Cluster, seed: int) -> None:
+    said = job.run(ATTACKER, _send_at_random, seed)
+    assert "ProtocolError" in said
+    assert not said & {"AssertionError", "AttributeError", "SystemError", "MemoryError"}, said
+
+
+# Gradients
+
+
+def _send_gradients() -> list[tuple[int, str]]:
+    said = []
+    agent = current_agent()
+    wrong: list[tuple[Any, ...]] = [
+        (),
+        (torch.ones(3), torch.ones(3)),
+        (torch.ones(2),),
+        (torch.ones(3, 3),),
+        (torch.tensor(1.0),),
+        (torch.ones(3, dtype=torch.int64),),
+        (torch.ones(3, dtype=torch.complex64),),
+        (torch.ones(3).to_sparse(),),
+        (5,),
+        (-1,),
+        (0,),
+        (None,),
+    ]
+    for number, gradients in enumerate(wrong):
+        with dist_autograd.context() as context_id:
+            rpc.rpc_sync("worker0", f.weigh, (torch.ones(3, requires_grad=True),))
+            (pair,) = dist_autograd._retrieve_context(context_id)._recv_functions()
+            head = pack_head(PassHead(context_id, pair, PassId(1, number + 1), 0, False, False, False, ALL))
+            encoded = agent.dialect.encode_call(None, (1, head, *gradients), {})
+            said.append(_send(PROPAGATE, bytes(encoded.meta), encoded.flags))
+            for broken in (head[:-1], head + b"x", b"", b"\xff" * len(head)):
+                encoded = agent.dialect.encode_call(None, (1, broken, torch.ones(3)), {})
+                said.append(_send(PROPAGATE, bytes(encoded.meta), encoded.flags))
+    return said
+
+
+def test_gradients_that_do_not_fit(job: Cluster) -> None:
+    said = job.run(ATTACKER, _send_gradients)
+    assert sum(kind == FAILURE for kind, _ in said) >= 40
+    assert job.run(BYSTANDER, _gradient_of_weigh) == [1, 1, 1]
+
+
+def _gradient_of_weigh() -> list[float]:
+    with dist_autograd.context() as context_id:
+        x = torch.ones(3, requires_grad=True)
+        dist_autograd.backward(context_id, [rpc.rpc_sync("worker0", f.weigh, (x,)).sum()])
+        return dist_autograd.get_gradients(context_id)[x].tolist()  # type: ignore[no-any-return]
+
+
+# Answers
+
+
+def _answer_with_garbage(seed: int, heads: bool) -> None:
+    chance = random.Random(seed)
+    flags = (0, PLAIN, FORKS, CONTEXT, FORKS | CONTEXT) if heads else (0, PLAIN)
+
+    def garbage(*_: Any) -> Encoded:
+        whole = chance.choice((chance.randbytes(40), pickle.dumps(Bomb("/nonexistent/x"), 5), *_bad_data()))
+        return Encoded(whole, [], None, chance.choice(flags))
+
+    server = current_agent()._server
+    server._encode_value = garbage  # type: ignore[assignment]
+    server._dialect = server._dialect._replace(encode_failure=garbage, encode_value=garbage)
+
+
+def _answer_as_before() -> None:
+    server, dialect = current_agent()._server, current_agent().dialect
+    server._encode_value, server._dialect = dialect.encode_value, dialect
+
+
+def _calls_that_get_garbage() -> set[str]:
+    said = set()
+    for number in range(150):
+        try:
+            if number % 3 == 0:
+                rpc.rpc_sync("worker1", f.fail, ("value",))
+            elif number % 3 == 1:
+                rpc.rpc_async("worker1", f.add, (1,)).wait()
+            else:
+                with dist_autograd.context():
+                    rpc.rpc_sync("worker1", f.add, (torch.ones(2, requires_grad=True),))
+            said.add("a value")
+        except Exception as error:
+            said.add("typed" if isinstance(error, FarpropError) else repr(error))
+    return said
+
+
+@pytest.mark.parametrize("heads", [False, True])
+def test_answers_that_make_no_sense(job: Cluster, heads: bool) -> None:
+    job.run(ATTACKER, _answer_with_garbage, 1, heads)
+    said = job.run(VICTIM, _calls_that_get_garbage)
+    job.run(ATTACKER, _answer_as_before)
+    assert said <= {"typed", "a value"}, said
+    assert "typed" in said
