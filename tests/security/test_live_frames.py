@@ -1,0 +1,61 @@
+"""Frames that are right, with what stands in front of the pickle made up: a live worker goes on."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from farprop.ids import GlobalId
+from farprop.protocol.references.messages import Fork, pack_forks
+from farprop.wire.frames import ANSWER, CONTEXT, FAILURE, FORKS, NOTICE, PLAIN, PROFILED, REMOTE, REQUEST, SYSTEM, pack
+from tests.security.raw import memory, proven, serves
+from tests.support.workers import cluster
+
+pytestmark = pytest.mark.one_transport
+
+NAMES = (b"builtins:abs", b"", b"\xff", b"no.such:thing", b"builtins:", b":", b"a:b:c")
+
+
+def _made_up(chance: random.Random) -> bytes:
+    """Anything that gets past the header's checks, or nearly."""
+    flags = 0
+    for flag in (SYSTEM, PROFILED, PLAIN, FORKS, REMOTE, CONTEXT):
+        flags |= flag * (chance.random() < 0.3)
+    meta = b""
+    if flags & FORKS and chance.random() < 0.7:
+        # Of the worker itself, of worker 1, which is who we say that we are, and of nobody.
+        forks = [
+            Fork(chance.choice([0, 1, 77]), _made_up_id(chance), _made_up_id(chance), chance.random() < 0.9)
+            for _ in range(chance.choice([0, 1, 1, 2, 20]))
+        ]
+        meta += pack_forks(forks) + chance.choice([b"\0\0", b"\3\0abc", b"\xff\xff", b""])
+    if flags & CONTEXT:
+        meta += chance.randbytes(chance.choice([0, 10, 24, 30]))
+    meta += chance.choice([b"", b"\x80\x05K\x01\x85}\x86.", b"\x80\x05)}\x86.", chance.randbytes(20)])
+    kind = chance.choice([REQUEST] * 20 + [ANSWER, FAILURE, NOTICE])
+    table = [(chance.choice([1, 100]), chance.choice([0, 5]))] * (chance.random() < 0.1)
+    return pack(kind, flags, chance.getrandbits(64), chance.choice([0.0, 1e-9, 5.0]), chance.choice(NAMES), meta, table)
+
+
+def _made_up_id(chance: random.Random) -> GlobalId:
+    return GlobalId(chance.choice([0, 1]), chance.getrandbits(40))
+
+
+def test_made_up_messages_of_a_proven_peer() -> None:
+    # What it was told about references that nobody has stays with it, so nothing is checked at the end.
+    with cluster(2, check=False) as c:
+        serves(c)
+        before = memory(c.pid(0))
+        for seed in range(60):
+            chance = random.Random(seed)
+            with proven(c) as connection:
+                try:
+                    for _ in range(chance.choice([1, 5, 50])):
+                        connection.sendall(_made_up(chance))
+                except ConnectionError:
+                    pass
+        serves(c)
+        assert memory(c.pid(0)) - before < 50 << 20
+        c.kill(1)
+        c.kill(0)
