@@ -177,14 +177,16 @@ def roster() -> Target:
 
 
 def data_codec() -> Target:
-    """The data of restricted mode: the first byte says how much of it is a buffer beside it."""
+    """The data of restricted mode. The first byte says of what kind it is, the second how much of it is a buffer."""
     from farprop.errors import FarpropError
-    from farprop.wire.data_codec import decode  # type: ignore[import-not-found]
+    from farprop.wire.data_codec import decode_call, decode_value
+    from farprop.wire.frames import PLAIN
 
     def run(data: bytes) -> None:
-        cut = data[0] if data else 0
+        kind, cut = (data[0], data[1]) if len(data) > 1 else (0, 0)
+        decode: Any = decode_call if kind & 1 else decode_value
         try:
-            decode(data[1 + cut :], [memoryview(bytearray(data[1 : 1 + cut]))])
+            decode(data[2 + cut :], [memoryview(bytearray(data[2 : 2 + cut]))], PLAIN if kind & 2 else 0)
         except FarpropError:
             pass
 
@@ -198,6 +200,8 @@ TARGETS: dict[str, Callable[[], Target]] = {
 
 def seeds(name: str) -> list[bytes]:
     """Inputs to start from: without them it takes long to find what is nearly right."""
+    import torch
+
     from farprop.distributed.native import frames as groups
     from farprop.ids import GlobalId
     from farprop.protocol.credit import Credit
@@ -205,10 +209,17 @@ def seeds(name: str) -> list[bytes]:
     from farprop.protocol.passes import PassId, Share
     from farprop.protocol.references.messages import Fork, Kind, Operation, pack_forks, pack_operations
     from farprop.protocol.roster import Entry
-    from farprop.wire.frames import ANSWER, FORKS, NOTICE, REQUEST, pack
+    from farprop.wire.data_codec import encode_call, encode_value
+    from farprop.wire.frames import ANSWER, FORKS, NOTICE, PLAIN, REQUEST, pack
 
     one, two = GlobalId(1, 2), GlobalId(3, 4)
     entry = Entry("w", 0, 2, "i", ("a", 1), "", "n", "h", 1, True, device_maps={"v": {"a": "b"}}).to_json().encode()
+    data: list[Any] = [
+        [1, 2.5, "text", b"bytes", None, True, 1 << 80, 1j, (1,), {2}, {"a": [3]}, torch.float32],
+        torch.ones(3, requires_grad=True),
+        torch.eye(3).to_sparse(),
+        torch.eye(3).to_sparse_csr(),
+    ]
     hello = b"FARPROP\n\2\0" + bytes(32)
     share = Share(Credit(3, 5), {1: (2, True), 7: (9, False)})
     found = {
@@ -235,6 +246,10 @@ def seeds(name: str) -> list[bytes]:
         ],
         "handshake": [side + hello + tail for side in (b"\0", b"\1") for tail in (b"", bytes(44))],
         "roster": [entry, b'{"problem": null, "workers": [' + entry + b"]}", b'["w", 0, "i", 5]'],
-        "data_codec": [b"\0\x93\x01\x02\x03"],
+        "data_codec": [
+            bytes([encoded.flags // PLAIN << 1 | is_call, 0]) + encoded.meta
+            for value in data
+            for is_call, encoded in ((0, encode_value(value)), (1, encode_call(None, (value, 1), {"a": value})))
+        ],
     }
     return found[name]
