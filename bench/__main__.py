@@ -128,15 +128,15 @@ def main() -> int:
 def _key(side: str, work: Work) -> tuple[str, ...]:
     """Works with the same one are done by the same processes."""
     env = (f"{key}={value}" for key, value in sorted(_env(side, work).items()))
-    return side, str(work.ranks), work.against if side == "theirs" else "", *env
+    return side, str(work.ranks), _package(side, work, side), *env
 
 
 def _package(side: str, work: Work, name: str) -> str:
-    return PACKAGES[work.against if side == "theirs" and work.against else name]
+    return "farprop" if side == "theirs" and work.against is not None else PACKAGES.get(name, name)
 
 
 def _env(side: str, work: Work) -> Mapping[str, str]:
-    return work.env if side == "ours" else {}
+    return work.env if side == "ours" else work.against or {}
 
 
 def _positive(text: str) -> int:

@@ -69,8 +69,8 @@ class Work:
     """The bare ping-pong to compare with, if any."""
     ranks: int = 0
     """It is done by a process group of so many, not by a pair of workers."""
-    against: str = ""
-    """The package to compare with, if it is not torch's."""
+    against: Mapping[str, str] | None = None
+    """Compare with farprop itself, in this environment, and not with torch."""
 
 
 WORKS: dict[str, Work] = {}
@@ -87,7 +87,7 @@ def work(
     env: Mapping[str, str] | None = None,
     floor: str = "",
     ranks: int = 0,
-    against: str = "",
+    against: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[[Api, str], Sample]], Callable[[Api, str], Sample]]:
     """Register the decorated function as a work."""
 

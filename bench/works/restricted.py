@@ -16,7 +16,7 @@ GOAL = 1 / 1.2
     samples=400,
     warmup=20,
     env=RESTRICTED,
-    against="farprop",
+    against={},
 )
 def restricted_empty(api: Api, peer: str) -> Sample:
     return empty(api, peer)
@@ -29,7 +29,7 @@ def restricted_empty(api: Api, peer: str) -> Sample:
     samples=400,
     warmup=20,
     env=RESTRICTED,
-    against="farprop",
+    against={},
 )
 def restricted_add(api: Api, peer: str) -> Sample:
     return add_python(api, peer)

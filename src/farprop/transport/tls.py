@@ -33,7 +33,7 @@ class TlsSocket:
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, server_side: bool) -> None:
         self.family = sock.family
-        self.unsent = memoryview(b"")
+        self.unsent: Any = b""
         self.has_more = False
         self._sock = sock
         self._lock = threading.Lock()
@@ -61,7 +61,9 @@ class TlsSocket:
     # Sending
 
     def send(self, data: Any, flags: int = 0) -> int:
-        return self.sendmsg((data,), (), flags)
+        if len(data) > _PIECE or self.unsent:
+            return self.sendmsg((data,), (), flags)
+        return self._send_piece(data, flags)
 
     def sendmsg(self, parts: Sequence[Any], ancillary: Sequence[Any] = (), flags: int = 0) -> int:
         """As a socket's: the count of bytes that were taken. Some of them may be in ``unsent``."""
@@ -71,17 +73,21 @@ class TlsSocket:
             raise BlockingIOError
         count = 0
         for piece in _pieces(parts):
-            with self._lock:
-                self._tls.write(piece)
-                sealed = self._outgoing.read()
-            count += len(piece)
-            try:
-                sent = self._sock.send(sealed, flags)
-            except BlockingIOError:
-                sent = 0
-            if sent < len(sealed):
-                self.unsent = memoryview(sealed)[sent:]
+            count += self._send_piece(piece, flags)
+            if self.unsent:
                 break
+        return count
+
+    def _send_piece(self, piece: Any, flags: int) -> int:
+        with self._lock:
+            count: int = self._tls.write(piece)
+            sealed = self._outgoing.read()
+        try:
+            sent = self._sock.send(sealed, flags)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(sealed):
+            self.unsent = memoryview(sealed)[sent:]
         return count
 
     def flush(self, flags: int = 0) -> bool:
@@ -106,23 +112,22 @@ class TlsSocket:
     def recv_into(self, target: Any, _: int = 0, flags: int = 0) -> int:
         """As a socket's. Raises BlockingIOError also if less than a record has come."""
         incoming, tls = self._incoming, self._tls
-        if self.has_more:
-            data: Any = b""
-        else:
-            data = _received.buffer
-            count = self._sock.recv_into(data, 0, flags)
-            if not count:
+        data: Any = b""
+        if not self.has_more:
+            buffer = _received.buffer
+            received = self._sock.recv_into(buffer, 0, flags)
+            if not received:
                 return 0
-            data = data[:count]
-        count = 0
+            data = buffer[:received]
+        count, size = 0, len(target)
         try:
             with self._lock:
-                incoming.write(data)
-                size = len(target)
-                while count < size:
-                    count += tls.read(size - count, target[count:] if count else target)
-                    if not incoming.pending and not tls.pending():
-                        break
+                if data:
+                    incoming.write(data)
+                count = tls.read(size, target)
+                # Most often that was the only record.
+                while (incoming.pending or tls.pending()) and count < size:
+                    count += tls.read(size - count, target[count:])
         except ssl.SSLWantReadError:
             pass
         except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
@@ -130,7 +135,7 @@ class TlsSocket:
             return count
         except ssl.SSLError as error:
             raise ProtocolError(f"what it sent was altered on its way, or is no TLS ({_reason(error)})") from error
-        self.has_more = bool(incoming.pending or tls.pending())
+        self.has_more = count == size and bool(incoming.pending or tls.pending())
         if not count:
             raise BlockingIOError
         return count

@@ -1,0 +1,235 @@
+"""TLS on a socket: whole streams in any pieces, from several threads, and nothing that was changed on its way."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import random
+import select
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from farprop.config import Settings
+from farprop.errors import ProtocolError, UsageError
+from farprop.transport.tls import Certificates, TlsSocket, channel
+
+DONTWAIT = socket.MSG_DONTWAIT
+
+
+def connect(dialler: Certificates, listener: Certificates) -> tuple[TlsSocket, TlsSocket, bytes]:
+    """Both ends, made without sockets' help, and the listener's channel."""
+    ours, theirs = socket.socketpair()
+    client = dialler.dial(ours)
+    server, listeners_channel = listener.accept(theirs)
+    try:
+        is_made = [False, False]
+        is_made[0], to_send = client.handshake(b"")
+        while to_send:
+            is_made[1], to_send = server.handshake(to_send)
+            if to_send or not is_made[0]:
+                is_made[0], to_send = client.handshake(to_send)
+        assert is_made == [True, True]
+    except BaseException:
+        client.close()
+        server.close()
+        raise
+    return client, server, listeners_channel
+
+
+@contextmanager
+def pair() -> Iterator[tuple[TlsSocket, TlsSocket]]:
+    client, server, _ = connect(Certificates(None), Certificates(None))
+    with closing(client), closing(server):
+        yield client, server
+
+
+def read_all(end: TlsSocket, count: int, largest: int = 1 << 20) -> bytes:
+    """As a reader does that polls its socket."""
+    received = bytearray()
+    while len(received) < count:
+        if not end.has_more:
+            assert select.select([end], [], [], 20)[0], f"nothing comes after {len(received)} bytes"
+        room = memoryview(bytearray(random.randint(1, largest)))
+        try:
+            got = end.recv_into(room, 0, DONTWAIT)
+        except BlockingIOError:
+            continue
+        assert got
+        received += room[:got]
+    return bytes(received)
+
+
+def write_all(end: TlsSocket, parts: list[bytes]) -> None:
+    """As a sender does that must not block."""
+    views = [memoryview(part) for part in parts]
+    while views or end.unsent:
+        try:
+            sent = end.sendmsg(views, (), DONTWAIT)
+        except BlockingIOError:
+            assert select.select([], [end], [], 20)[1]
+            continue
+        while views and sent >= len(views[0]):
+            sent -= len(views.pop(0))
+        if sent:
+            views[0] = views[0][sent:]
+
+
+def test_both_ends_see_the_same_certificate() -> None:
+    client, server, seen = connect(Certificates(None), listener := Certificates(None))
+    with closing(client), closing(server):
+        assert client.peer_channel() == seen
+        assert client._tls.version() == server._tls.version() == "TLSv1.3"
+    another = connect(Certificates(None), Certificates(None))
+    for end in another[:2]:
+        end.close()
+    assert another[2] != seen  # each process has its own
+    again = connect(Certificates(None), listener)
+    for end in again[:2]:
+        end.close()
+    assert again[2] == seen  # and only one
+
+
+@pytest.mark.parametrize("largest", [1, 100, 20_000, 1 << 20])
+def test_whatever_the_pieces_all_of_it_arrives(largest: int) -> None:
+    parts = [os.urandom(random.choice([0, 1, 5, 300, 16 << 10, 300_000])) for _ in range(30 if largest > 1 else 3)]
+    whole = b"".join(parts)
+    with pair() as (client, server):
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 5000)
+        sender = threading.Thread(target=write_all, args=(client, parts))
+        sender.start()
+        assert read_all(server, len(whole), largest) == whole
+        sender.join()
+
+
+def test_both_directions_at_once_from_four_threads() -> None:
+    there, back = os.urandom(3 << 20), os.urandom(3 << 20)
+    got: dict[str, bytes] = {}
+    with pair() as (client, server):
+        threads = [
+            threading.Thread(target=write_all, args=(client, [there])),
+            threading.Thread(target=write_all, args=(server, [back])),
+            threading.Thread(target=lambda: got.update(there=read_all(server, len(there)))),
+            threading.Thread(target=lambda: got.update(back=read_all(client, len(back)))),
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert got == {"there": there, "back": back}
+
+
+def test_a_full_socket_keeps_what_was_encrypted() -> None:
+    with pair() as (client, server):
+        data = os.urandom(1 << 20)
+        taken = 0
+        with pytest.raises(BlockingIOError):
+            while True:
+                taken += client.send(data, DONTWAIT)
+        assert client.unsent
+        assert not client.flush(DONTWAIT)
+        received = bytearray()
+        while len(received) < taken:
+            received += read_all(server, min(1 << 16, taken - len(received)), 1 << 16)
+            client.flush(DONTWAIT)
+        assert not client.unsent
+        assert received[:1000] == data[:1000]
+        client.sendall(b"end")
+        assert read_all(server, 3) == b"end"
+
+
+@pytest.mark.parametrize("at", [0, 3, 20, -1])
+def test_a_changed_byte_is_a_protocol_error(at: int) -> None:
+    with pair() as (client, server):
+        client._tls.write(b"a word that somebody changes")
+        sealed = bytearray(client._outgoing.read())
+        sealed[at] ^= 1
+        client._sock.sendall(sealed + bytes(20_000 if at == 3 else 0))  # at 3 it is the length
+        with pytest.raises(ProtocolError, match="altered on its way"):
+            while True:
+                server.recv(100)
+
+
+def test_the_end_of_the_stream_and_what_is_no_tls() -> None:
+    with pair() as (client, server):
+        client.close()
+        assert server.recv(10) == b""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        server, _ = Certificates(None).accept(theirs)
+        with pytest.raises(ProtocolError, match="no TLS connection could be made"):
+            server.handshake(b"FARPROP\n\2\0" + bytes(32))
+        with pytest.raises(UsageError, match="can't be passed"):
+            server.sendmsg([b"x"], [(1, 1, b"")])
+
+
+# Certificates of the user's own
+
+
+class Authority:
+    """Signs certificates, and writes the files that the settings name."""
+
+    def __init__(self, place: Path, name: str) -> None:
+        self._place, self._name = place, name
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._own = self._signed(self._key.public_key(), name, True)
+        (place / f"{name}.pem").write_bytes(self._own.public_bytes(serialization.Encoding.PEM))
+
+    def _signed(self, key: ec.EllipticCurvePublicKey, name: str, is_ca: bool) -> x509.Certificate:
+        now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
+        return (
+            x509.CertificateBuilder()
+            .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+            .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, self._name)]))
+            .public_key(key)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - day)
+            .not_valid_after(now + day)
+            .add_extension(x509.BasicConstraints(ca=is_ca, path_length=None), critical=True)
+            .sign(self._key, hashes.SHA256())
+        )
+
+    def issue(self, name: str) -> tuple[str, str, str]:
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = self._place / f"{name}.crt"
+        certificate.write_bytes(self._signed(key.public_key(), name, False).public_bytes(serialization.Encoding.PEM))
+        key_file = self._place / f"{name}.key"
+        key_file.write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
+        )
+        return str(certificate), str(key_file), str(self._place / f"{self._name}.pem")
+
+
+def test_certificates_of_ones_own_must_be_signed_by_the_authority(tmp_path: Path) -> None:
+    ours, other = Authority(tmp_path, "ours"), Authority(tmp_path, "other")
+    one, two = Certificates(ours.issue("one")), Certificates(ours.issue("two"))
+    client, server, seen = connect(one, two)
+    with closing(client), closing(server):
+        assert client.peer_channel() == seen == channel(client._tls.getpeercert(binary_form=True))
+    stranger = Certificates(other.issue("stranger"))
+    for dialler, listener in ((stranger, one), (one, stranger), (Certificates(None), one), (one, Certificates(None))):
+        with pytest.raises(ProtocolError, match="no TLS connection"):
+            connect(dialler, listener)
+
+
+def test_files_that_can_t_be_used_are_said_at_the_start(tmp_path: Path) -> None:
+    certificate, key, ca = Authority(tmp_path, "ours").issue("one")
+    for files in ((certificate, "/nowhere", ca), (key, key, ca), (certificate, key, "/nowhere")):
+        with pytest.raises(UsageError, match="FARPROP_TLS_CERT.*can't be used"):
+            Certificates(files)
+    env = {"FARPROP_TLS_CERT": certificate, "FARPROP_TLS_KEY": key, "FARPROP_TLS_CA": ca}
+    assert Settings.from_env(env).tls_files == (certificate, key, ca)
+    with pytest.raises(UsageError, match="go together"):
+        Settings.from_env({"FARPROP_TLS_CERT": certificate})
+    with pytest.raises(UsageError, match="FARPROP_TLS='yes' is not known"):
+        Settings.from_env({"FARPROP_TLS": "yes"})
