@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import farprop.rpc as rpc
-from farprop.errors import OverloadedError
+from farprop.errors import OverloadedError, UsageError
 from farprop.runtime import waiting
 from farprop.runtime.current import current_agent
 from farprop.transport.tls import Stream
@@ -134,3 +134,20 @@ def _until(c: Any, fact: Any) -> None:
     deadline = time.monotonic() + 60
     while not c.run(0, fact):
         assert time.monotonic() < deadline
+
+
+def _large(count: int) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.uint8)
+
+
+def test_a_message_that_the_receiver_does_not_take_is_an_error_that_says_whose_limit_it_is() -> None:
+    limits = [{}, {"FARPROP_MAX_MESSAGE_BYTES": "1000000"}]
+    with cluster(2, limits) as c:
+        whose = "larger than FARPROP_MAX_MESSAGE_BYTES=1000000 of worker1, which does not take it"
+        with pytest.raises(UsageError, match=whose):
+            c.run(0, rpc.rpc_sync, "worker1", f.identity, (_large(2_000_000),))
+        with pytest.raises(UsageError, match=whose):
+            c.run(1, rpc.rpc_sync, "worker0", _large, (2_000_000,))
+        with pytest.raises(UsageError, match="FARPROP_MAX_MESSAGE_BYTES=1000000 of this worker"):
+            c.run(1, rpc.rpc_sync, "worker0", f.identity, (_large(2_000_000),))
+        serves(c)

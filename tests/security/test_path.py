@@ -28,6 +28,7 @@ from tests.security.attackers import (
     redirect,
     start_or_say,
 )
+from tests.support.authority import Authority
 from tests.support.peers import own_entry
 from tests.support.workers import Cluster, cluster, processes
 
@@ -177,6 +178,31 @@ def test_less_security_on_one_side_alone_is_refused_by_both(one: dict[str, str |
         second = job.start(1, start_or_say, 1)
         for said in (job.run(0, start_or_say, 0), second.result()):
             assert re.search(f"RendezvousError.*({says})", said), said
+
+
+def _with_certificates(authority: Authority, name: str) -> dict[str, str]:
+    certificate, key, ca = authority.issue(name)
+    files = {"FARPROP_TLS_CERT": certificate, "FARPROP_TLS_KEY": key, "FARPROP_TLS_CA": ca}
+    return {"FARPROP_TRANSPORT": "tcp", **files}
+
+
+def test_certificates_of_ones_own_are_asked_for_beside_the_secret(tmp_path: Path) -> None:
+    ours, other = Authority(tmp_path, "ours"), Authority(tmp_path, "other")
+    with cluster(2, [_with_certificates(ours, f"worker{rank}") for rank in range(2)]) as job:
+        assert job.run(0, call_or_say, "worker1") == job.run(1, call_or_say, "worker0") == 2
+    environments = [_with_certificates(ours, "worker0"), _with_certificates(other, "worker1")]
+    store = Store()
+    with processes(2, [{**store.environment, **environment} for environment in environments], check=False) as job:
+        second = job.start(1, start_or_say, 1)
+        assert (job.run(0, start_or_say, 0), second.result()) == ("", "")
+        for rank in range(2):
+            assert "certificate verify failed" in job.run(rank, call_or_say, f"worker{1 - rank}")
+        for rank in range(2):
+            job.run(rank, _shut_down)
+
+
+def _shut_down() -> None:
+    rpc.shutdown(graceful=False)
 
 
 # Process groups

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import random
 import select
@@ -13,14 +12,11 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from farprop.config import Settings
 from farprop.errors import ProtocolError, UsageError
 from farprop.transport.tls import Certificates, TlsSocket, channel
+from tests.support.authority import Authority
 
 DONTWAIT = socket.MSG_DONTWAIT
 
@@ -172,42 +168,6 @@ def test_the_end_of_the_stream_and_what_is_no_tls() -> None:
 
 
 # Certificates of the user's own
-
-
-class Authority:
-    """Signs certificates, and writes the files that the settings name."""
-
-    def __init__(self, place: Path, name: str) -> None:
-        self._place, self._name = place, name
-        self._key = ec.generate_private_key(ec.SECP256R1())
-        self._own = self._signed(self._key.public_key(), name, True)
-        (place / f"{name}.pem").write_bytes(self._own.public_bytes(serialization.Encoding.PEM))
-
-    def _signed(self, key: ec.EllipticCurvePublicKey, name: str, is_ca: bool) -> x509.Certificate:
-        now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
-        return (
-            x509.CertificateBuilder()
-            .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
-            .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, self._name)]))
-            .public_key(key)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - day)
-            .not_valid_after(now + day)
-            .add_extension(x509.BasicConstraints(ca=is_ca, path_length=None), critical=True)
-            .sign(self._key, hashes.SHA256())
-        )
-
-    def issue(self, name: str) -> tuple[str, str, str]:
-        key = ec.generate_private_key(ec.SECP256R1())
-        certificate = self._place / f"{name}.crt"
-        certificate.write_bytes(self._signed(key.public_key(), name, False).public_bytes(serialization.Encoding.PEM))
-        key_file = self._place / f"{name}.key"
-        key_file.write_bytes(
-            key.private_bytes(
-                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-            )
-        )
-        return str(certificate), str(key_file), str(self._place / f"{self._name}.pem")
 
 
 def test_certificates_of_ones_own_must_be_signed_by_the_authority(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from farprop.distributed.native.mesh import Mesh
 from farprop.errors import CollectiveError, RankLostError
 from tests.groups.kinds import default_group
 from tests.groups.native.places import environment
+from tests.groups.store_group import job_store
 from tests.support.workers import run_workers
 
 
@@ -157,3 +158,25 @@ def test_a_reading_thread_that_ends_takes_the_group_along(monkeypatch):
         for sock in (one, two):
             assert "at the worst moment" in hears_that_it_is_broken(sock)
             assert sock.recv(1) == b""
+
+
+def too_large_for_rank_1(rank: int, size: int) -> str:
+    dist.init_process_group("farprop", store=job_store(rank, size), rank=rank, world_size=size)
+    if rank == 0:
+        with pytest.raises(CollectiveError) as caught:
+            dist.send(torch.zeros(2_000_000, dtype=torch.uint8), 1)
+        dist.send(torch.ones(3), 1)
+        text = str(caught.value)
+    else:
+        tensor = torch.zeros(3)
+        dist.recv(tensor, 0)
+        text = str(tensor.tolist())
+    dist.destroy_process_group()
+    return text
+
+
+def test_a_message_that_a_rank_does_not_take_is_an_error_at_the_sender():
+    environments = [{"FARPROP_TRANSPORT": "tcp"}, {"FARPROP_TRANSPORT": "tcp", "FARPROP_MAX_MESSAGE_BYTES": "1000000"}]
+    texts = run_workers(too_large_for_rank_1, 2, (2,), environments)
+    assert "Rank 1 takes no messages above its FARPROP_MAX_MESSAGE_BYTES=1000000" in texts[0]
+    assert texts[1] == "[1.0, 1.0, 1.0]"

@@ -42,7 +42,7 @@ class NativeProcessGroup(ProcessGroup):
         settings = Settings.from_env()
         joined = join(store, rank, size, settings, timeout.total_seconds())
         self._commons: Commons | None = None
-        self._mesh = Mesh(rank, joined.peers, settings.max_message_bytes, self._on_news)
+        self._mesh = Mesh(rank, joined.peers, settings.max_message_bytes, self._on_news, joined.limits)
         local = None
         if joined.memory is not None:
             host = next(host for host in joined.hosts if rank in host)

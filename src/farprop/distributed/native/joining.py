@@ -33,13 +33,14 @@ _HERE = b"h"  # the first byte of whoever dialled
 @dataclass
 class Joined:
     """``hosts`` has the ranks of each host; ``memory`` and ``bells`` (one for each rank of this host) are there if
-    this host has several.
+    this host has several; ``limits`` has the largest message that each rank takes.
     """
 
     peers: dict[int, Stream]
     hosts: list[list[int]]
     memory: Mapping | None
     bells: list[int]
+    limits: dict[int, int]
 
 
 def join(store: dist.Store, rank: int, size: int, settings: Settings, timeout: float) -> Joined:
@@ -90,7 +91,8 @@ def join(store: dist.Store, rank: int, size: int, settings: Settings, timeout: f
         for sock in peers.values():
             sock.close()
         raise
-    return Joined(peers, hosts, memory, bells)
+    limits = {entry.rank: entry.max_message_bytes for entry in entries}
+    return Joined(peers, hosts, memory, bells, limits)
 
 
 def _listen_tcp(store: dist.Store, settings: Settings) -> socket.socket:

@@ -33,13 +33,23 @@ _LEFT = "it has left the group"
 
 
 class Mesh:
-    """``on_news`` is called, in any thread, when a wait for other ranks may have become vain."""
+    """``on_news`` is called, in any thread, when a wait for other ranks may have become vain. ``peers_limits`` has the
+    largest message that a rank takes.
+    """
 
-    def __init__(self, rank: int, peers: Mapping[int, Stream], max_length: int, on_news: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        peers: Mapping[int, Stream],
+        max_length: int,
+        on_news: Callable[[], None],
+        peers_limits: Mapping[int, int] | None = None,
+    ) -> None:
         self.rank = rank
         self.standing = Standing(rank, len(peers) + 1, self._on_failure)
         self.inbox = Inbox(max_length)
         self._on_news = on_news
+        self._peers_limits = peers_limits or {}
         self._locks = {peer: threading.Lock() for peer in peers}
         self._sockets = dict(peers)
         self._gone: dict[int, str] = {}
@@ -60,6 +70,11 @@ class Mesh:
 
     def send(self, peer: int, kind: Kind, key: int, text: str, data: memoryview, deadline: float) -> None:
         """Returns when the system has taken all of it."""
+        if len(data) > self._peers_limits.get(peer, len(data)):
+            raise CollectiveError(
+                f"Rank {peer} takes no messages above its FARPROP_MAX_MESSAGE_BYTES={self._peers_limits[peer]}, and "
+                f"rank {self.rank} was to send it {len(data)} bytes. Raise the limit on every rank, or send less."
+            )
         head = memoryview(pack(kind, key, text, len(data)))
         lock = self._locks[peer]
         if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
