@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 
 from farprop.errors import OverloadedError
@@ -32,19 +32,22 @@ class Waiting:
         self._worker = worker
         self._most_bytes = max(MOST_BYTES, max_message_bytes)
         self._lock = threading.Lock()
-        self._counts: Counter[int] = Counter()  # by the caller's rank
+        self._counts: defaultdict[int, int] = defaultdict(int)  # by the caller's rank
         self._bytes = 0
         self._held: dict[Connection, list[Callable[[], None]]] = {}
         self._refusals = SparingLog(_log)
 
     def admit(self, connection: Connection, frame: Frame) -> OverloadedError | None:
         """A request comes, and waits until ``begin``; the error if it can't."""
-        size, rank = _size(frame), connection.rank
+        size = len(frame.meta) + _OVERHEAD
+        if frame.buffers:
+            size += sum(map(len, frame.buffers))
+        rank = connection.rank
         with self._lock:
             count, waiting = self._counts[rank], self._bytes
-            if count < MOST_REQUESTS and (not waiting or waiting + size <= self._most_bytes):
-                self._counts[rank] += 1
-                self._bytes += size
+            if count < MOST_REQUESTS and (waiting + size <= self._most_bytes or not waiting):
+                self._counts[rank] = count + 1
+                self._bytes = waiting + size
                 return None
         if count < MOST_REQUESTS:
             what = f"requests of {waiting} bytes wait there, and {self._most_bytes} is the most"
@@ -59,7 +62,9 @@ class Waiting:
 
     def begin(self, connection: Connection, frame: Frame) -> None:
         """It waits no longer."""
-        size = _size(frame)
+        size = len(frame.meta) + _OVERHEAD
+        if frame.buffers:
+            size += sum(map(len, frame.buffers))
         with self._lock:
             self._counts[connection.rank] -= 1
             self._bytes -= size
@@ -84,7 +89,3 @@ class Waiting:
             return None
         with self._lock:  # before a look at what is held: somebody may be in the middle of ``hold``
             return self._held.pop(connection, None)
-
-
-def _size(frame: Frame) -> int:
-    return _OVERHEAD + len(frame.meta) + (sum(map(len, frame.buffers)) if frame.buffers else 0)
