@@ -165,7 +165,8 @@ class Server:
                     self._loop.change(connection.fd, IN | HANGUP)
                     if connection.outbox_bytes:
                         self._want_output(connection)  # filled again before the change took effect
-                self._go_on(connection)
+                if self._run_held(connection):
+                    self._want_output(connection)  # and input
             if mask & ~OUT == 0:
                 return
             if connection.outbox_bytes > MOST_UNREAD and mask & ~(IN | OUT) == 0:
@@ -228,13 +229,12 @@ class Server:
         self._loop.push_answer(self._fail, reply, error)
         return False
 
-    def _go_on(self, connection: Connection) -> None:
-        """Run what was held back, and read on, if the caller has taken its answers or is gone."""
+    def _run_held(self, connection: Connection) -> bool:
+        """Run what was held back, if the caller has taken its answers or is gone; whether it was waited for."""
         held = self._waiting.resume(connection)
-        if held is not None:
-            self._want_output(connection)
-            for run in held:
-                self._loop.submit_request(run)
+        for run in held or ():
+            self._loop.submit_request(run)
+        return held is not None
 
     def close_connections_of(self, rank: int) -> None:
         for connection in [c for c in list(self._connections.values()) if c.rank == rank]:
@@ -249,7 +249,7 @@ class Server:
         self._loop.remove(connection.fd)
         if connection.close():
             self._on_peer_lost(connection)
-        self._go_on(connection)
+        self._run_held(connection)
 
     # Running requests
 
