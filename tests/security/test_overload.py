@@ -14,7 +14,8 @@ from farprop.errors import OverloadedError, UsageError
 from farprop.runtime import waiting
 from farprop.runtime.current import current_agent
 from farprop.transport.tls import Stream
-from farprop.wire.frames import REQUEST, pack
+from farprop.wire.codec import encode_call
+from farprop.wire.frames import ANSWER, REQUEST, SYSTEM, pack
 from tests.calls import functions as f
 from tests.security.raw import memory, proven, serves
 from tests.support.workers import cluster
@@ -48,6 +49,9 @@ def _are_refused(argument: Any) -> None:
     own = rpc.RRef(torch.ones(1))
     with pytest.raises(OverloadedError):
         rpc.rpc_sync("worker0", f.identity, ((own, argument),))
+    # Farprop's own business goes on.
+    answer = current_agent().link(0, 10).call_sync(SYSTEM, b"_operator:neg", encode_call(None, (5,), {}), 10)
+    assert answer.kind == ANSWER
 
 
 def _was_not_made() -> None:
