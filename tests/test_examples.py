@@ -37,7 +37,11 @@ SECONDS = 100
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {"demo.py", "parameter_server.py"}
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {
+        "demo.py",
+        "parameter_server.py",
+        "split_learning_restricted.py",
+    }
 
 
 @contextlib.contextmanager
@@ -107,6 +111,13 @@ def test_parameter_server() -> None:
     assert server == "server: found [3.0, -2.0, 0.5] for [3.0, -2.0, 0.5]"
 
 
+def test_split_learning_restricted() -> None:
+    *steps, right, refused = _output([*PYTHON, "examples/split_learning_restricted.py"]).splitlines()
+    assert [line.split(":")[0] for line in steps] == ["step 20", "step 40", "step 60"]
+    assert re.fullmatch(r"right: (9\d|100)%", right)
+    assert refused == "refused: labels does not expose 'os:system'"
+
+
 def _output(command: list[str]) -> str:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -168,6 +179,7 @@ DOCUMENTS = (
     "docs/jit.md",
     "docs/groups.md",
     "docs/ddp.md",
+    "docs/restricted.md",
 )
 BLOCKS = [block for document in DOCUMENTS for block in _blocks(document)]
 

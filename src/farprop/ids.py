@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import secrets
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from farprop.errors import UsageError
@@ -62,3 +64,8 @@ class GlobalId(NamedTuple):
 
     def __str__(self) -> str:
         return f"GloballyUniqueId(created_on={self.created_on}, local_id={self.local_id})"
+
+
+def unguessable(bits: int) -> Iterator[int]:
+    """Numbers from 1 that nobody can guess, for ids in jobs whose workers don't trust each other. For any thread."""
+    return iter(lambda: secrets.randbelow((1 << bits) - 1) + 1, 0)

@@ -194,6 +194,53 @@ def test_methods_that_are_not_exposed(job: Cluster) -> None:
         assert text.startswith(("NotExposedError", "ProtocolError")), text
 
 
+# In the name of others
+
+
+def _speak_for_others() -> list[tuple[int, str]]:
+    agent = current_agent()
+    names = ("worker0", "worker1", "worker2")
+    head = pack_head(PassHead(1 << 48, 1, PassId(2, 1), 0, False, False, False, ALL))
+    calls: list[tuple[str, tuple[Any, ...]]] = [
+        ("farprop.runtime.owner_calls:operate", (2, "0" * 16, 1, b"")),
+        ("farprop.rpc.api:_gather_to_leader", ((names, 0), "worker2", None)),
+        ("farprop.rpc.api:_gather_to_leader", ((names, 0), "worker0", None)),
+        ("farprop.rpc.api:_broadcast_to_followers", ((names, 0), {})),
+        ("farprop.rpc.api:_release_follower", ((("worker0", "worker1"), 0), None)),
+        ("farprop.rpc.api:_release_follower", (((), 0), None)),
+        ("farprop.rpc.api:_release_follower", ((), None)),
+        ("farprop.rpc.api:_release_follower", ((5, 0), None)),
+        ("farprop.rpc.api:_gather_to_leader", (("worker1", 0), "worker1", None)),
+        ("farprop.rpc.api:_gather_to_leader", (((1, 2), 0), "worker1", None)),
+        ("farprop.runtime.gradients.calls:propagate", (2, head, torch.ones(1))),
+        ("farprop.runtime.gradients.calls:abort", (1 << 48, 2, 1)),
+        ("farprop.runtime.gradients.calls:exists", (1, 2)),
+    ]
+    said = []
+    for name, args in calls:
+        encoded = agent.dialect.encode_call(None, args, {})
+        said.append(_send(name.encode(), bytes(encoded.meta), encoded.flags))
+    return said
+
+
+def test_workers_speak_for_themselves_alone(job: Cluster) -> None:
+    for kind, text in job.run(ATTACKER, _speak_for_others):
+        assert kind == FAILURE
+        assert text.startswith("ProtocolError"), text
+
+
+def _ids() -> list[int]:
+    references = [rpc.RRef(1)._own, rpc.RRef(1)._own]
+    with dist_autograd.context() as first, dist_autograd.context() as second:
+        return [*(own.rref.local_id for own in references if own is not None), first, second]
+
+
+def test_references_and_contexts_can_not_be_guessed(job: Cluster) -> None:
+    first, second, one_context, other_context = job.run(VICTIM, _ids)
+    assert min(first, second, abs(first - second)) > 1 << 32
+    assert abs(one_context - other_context) > 1 << 20
+
+
 # Data
 
 

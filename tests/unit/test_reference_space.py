@@ -17,6 +17,7 @@ from farprop.runtime.cells import Cell
 from farprop.runtime.links import FutureCall
 from farprop.runtime.references import ReferenceSpace
 from farprop.wire.codec import Encoded
+from farprop.wire.dialect import PICKLES
 
 ME, ANN, BOB = range(3)
 ROUTE = object()
@@ -25,6 +26,8 @@ FOREVER = 1e18
 
 class StubCourier:
     """Notes what it is asked to do. ``failures`` are raised first, one at each batch or job."""
+
+    dialect = PICKLES
 
     def __init__(self) -> None:
         self.jobs: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()

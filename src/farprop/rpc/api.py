@@ -148,9 +148,9 @@ def _to_worker_info(to: Any) -> WorkerInfo:
 # Calls
 
 
-def _check_function(func: Any) -> None:
-    """It may be a name in a restricted job, whose workers need not have each other's code."""
-    if not callable(func) and (type(func) is not str or not current_agent().dialect.restricted):
+def _check_name(func: Any) -> None:
+    """What is called may be a name in a restricted job, whose workers need not have each other's code."""
+    if type(func) is not str or not current_agent().dialect.restricted:
         raise TypeError("function should be callable.")
 
 
@@ -176,7 +176,8 @@ def rpc_sync(
     agent = current_agent()
     if type(to) is not str:
         to = _to_worker_info(to)
-    _check_function(func)
+    if not callable(func):
+        _check_name(func)
     if timeout != UNSET_RPC_TIMEOUT:
         timeout = checked_timeout(timeout)
     if profiler_enabled() and (session := profiling.session()) is not None:
@@ -217,7 +218,8 @@ def _invoke_rpc(
     agent = current_agent()
     if type(to) is not str:
         to = _to_worker_info(to)
-    _check_function(func)
+    if not callable(func):
+        _check_name(func)
     if rpc_timeout != UNSET_RPC_TIMEOUT:
         rpc_timeout = checked_timeout(rpc_timeout)
     if profiler_enabled() and (session := profiling.session()) is not None:
@@ -272,7 +274,8 @@ def remote(
     Arguments are as for :func:`rpc_sync`. What ``func`` raises comes at ``to_here``. ``timeout`` is how long the worker
     may take to make the value; after that, every use of the reference raises ``RpcTimeoutError``.
     """
-    _check_function(func)
+    if not callable(func):
+        _check_name(func)
     if args and isinstance(func, ScriptFunction):
         _check_script_arguments(func, args)
     return _remote(to, func, tuple(args) if args else (), kwargs or {}, timeout)

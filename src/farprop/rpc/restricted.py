@@ -6,9 +6,8 @@ is not in this list and not exposed by the program can't be called.
 
 from __future__ import annotations
 
-import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,20 +34,32 @@ def _list_of(kind: type) -> _Check:
 
 
 class _Takes:
-    """The arguments of a function: by position, then any number of ``rest``; named ones only if ``named``."""
+    """The arguments of a function: by position, then any number of ``rest``; named ones only if ``named``.
 
-    def __init__(self, *kinds: type | _Check, rest: _Check | None = None, named: bool = False) -> None:
+    ``by`` says whether the caller, of this rank and name, may give them: workers speak for themselves alone.
+    """
+
+    def __init__(
+        self,
+        *kinds: type | _Check,
+        rest: _Check | None = None,
+        named: bool = False,
+        by: Callable[[Sequence[Any], int, str], bool] | None = None,
+    ) -> None:
         self._checks = [_is(kind) if isinstance(kind, type) else kind for kind in kinds]
         self._rest = rest
         self._named = named
+        self._by = by
 
-    def allows(self, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
-        args = list(args)
+    def allows(self, args: Sequence[Any], kwargs: dict[str, Any], rank: int, caller: str) -> bool:
         count = len(self._checks)
         if len(args) < count or (kwargs and not self._named) or (len(args) > count and self._rest is None):
             return False
-        first = all(check(value) for check, value in zip(self._checks, args, strict=False))
-        return first and (self._rest is None or all(self._rest(value) for value in args[count:]))
+        if not all(check(value) for check, value in zip(self._checks, args, strict=False)):
+            return False
+        if self._rest is not None and not all(self._rest(value) for value in args[count:]):
+            return False
+        return self._by is None or self._by(args, rank, caller)
 
 
 def _anything(value: Any) -> bool:
@@ -58,26 +69,35 @@ def _anything(value: Any) -> bool:
 _GRADIENT = _is(torch.Tensor, type(None), int)
 _KEY = _is(tuple)
 
+
+def _leads(args: Sequence[Any], rank: int, caller: str) -> bool:
+    """Whether the caller leads the gathering, which the worker does whose name sorts first."""
+    names = args[0][:1]
+    return bool(names) and type(names[0]) is tuple and names[0][:1] == (caller,)
+
+
 _INTERNAL = {
     # references
-    b"farprop.runtime.owner_calls:operate": _Takes(int, str, int, bytes),
+    b"farprop.runtime.owner_calls:operate": _Takes(int, str, int, bytes, by=lambda args, rank, _: args[0] == rank),
     b"farprop.runtime.owner_calls:fetch": _Takes(*_ID),
     b"farprop.runtime.owner_calls:backward": _Takes(*_ID, int, bool),
     # calls only methods that are exposed
     b"farprop.runtime.owner_calls:invoke": _Takes(*_ID, str, tuple, dict),
     b"farprop.rpc.rref_proxy:invoke_here": _Takes(RRef, str, tuple, dict),
     # gatherings and shutdown
-    b"farprop.rpc.api:_gather_to_leader": _Takes(_KEY, str, _anything),
-    b"farprop.rpc.api:_broadcast_to_followers": _Takes(_KEY, dict),
-    b"farprop.rpc.api:_release_follower": _Takes(_KEY, _is(tuple, type(None))),
+    b"farprop.rpc.api:_gather_to_leader": _Takes(_KEY, str, _anything, by=lambda args, _, name: args[1] == name),
+    b"farprop.rpc.api:_broadcast_to_followers": _Takes(_KEY, dict, by=_leads),
+    b"farprop.rpc.api:_release_follower": _Takes(_KEY, _is(tuple, type(None)), by=_leads),
     # backward passes
-    b"farprop.runtime.gradients.calls:propagate": _Takes(int, bytes, rest=_GRADIENT),
+    b"farprop.runtime.gradients.calls:propagate": _Takes(
+        int, bytes, rest=_GRADIENT, by=lambda args, rank, _: args[0] == rank
+    ),
     b"farprop.runtime.gradients.calls:give_back": _Takes(bytes),
     b"farprop.runtime.gradients.calls:release": _Takes(bytes, rest=_is(int)),
     b"farprop.runtime.gradients.calls:survey": _Takes(bytes, _list_of(int)),
     b"farprop.runtime.gradients.calls:failed": _Takes(int, int, bytes),
-    b"farprop.runtime.gradients.calls:abort": _Takes(int, int, int),
-    b"farprop.runtime.gradients.calls:exists": _Takes(int, int),
+    b"farprop.runtime.gradients.calls:abort": _Takes(int, int, int, by=lambda args, rank, _: args[1] == rank),
+    b"farprop.runtime.gradients.calls:exists": _Takes(int, int, by=lambda args, rank, _: args[1] == rank),
     # optimisers and modules: their classes have to be exposed, and so has what is called of the modules
     b"farprop.optim.local:_new_local_optimizer": _Takes(callable, _list_of(RRef), rest=_anything, named=True),
     b"farprop.nn.remote_module:_create_module": _Takes(callable, tuple, dict, str),
@@ -89,15 +109,13 @@ _INTERNAL = {
 
 def data_dialect(worker: str) -> Dialect:
     """How a worker of a restricted job reads and writes."""
-    guarded: dict[bytes, Callable[..., Any]] = {}
 
     def resolve(name: bytes) -> Any:
-        found = exposed.find(name) or guarded.get(name)
+        found = exposed.find(name)
         if found is None:
             found = _internal(name)
             if found is None:
                 raise _not_exposed(worker, name)
-            guarded[name] = found
         return found
 
     def method_of(value: Any, name: str) -> Any:
@@ -108,6 +126,7 @@ def data_dialect(worker: str) -> Dialect:
         restricted=True,
         name_of=exposed.name_of,
         resolve=resolve,
+        vet=_vet,
         method_of=method_of,
         encode=data_codec.refuse,
         decode=data_codec.refuse,
@@ -130,20 +149,19 @@ def check_method(worker: str, value: Any, name: str) -> None:
         )
 
 
-def _internal(name: bytes) -> Callable[..., Any] | None:
-    """One of farprop's own functions, if its module is imported here, with a look at its arguments."""
-    takes = _INTERNAL.get(name)
-    where, _, path = name.decode(errors="replace").partition(":")
-    if takes is None or where not in sys.modules:
+def _internal(name: bytes) -> Any:
+    """One of farprop's own functions, if its module is imported here."""
+    if name not in _INTERNAL:
         return None
-    function: Callable[..., Any] = operator.attrgetter(path)(sys.modules[where])
+    where, _, path = name.decode().partition(":")
+    module = sys.modules.get(where)
+    return None if module is None else getattr(module, path)
 
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if not takes.allows(args, kwargs):
-            raise ProtocolError(f"a call of {where}:{path} has arguments of other types than it takes")
-        return function(*args, **kwargs)
 
-    return checked
+def _vet(name: bytes, rank: int, caller: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    takes = _INTERNAL.get(name)
+    if takes is not None and not takes.allows(args, kwargs, rank, caller):
+        raise ProtocolError(f"{caller} called {name.decode()} with arguments that it does not take, or not from there")
 
 
 def _not_exposed(worker: str, name: bytes) -> NotExposedError:

@@ -23,7 +23,7 @@ from farprop.errors import (
     renewed,
     without_frames,
 )
-from farprop.ids import GlobalId
+from farprop.ids import GlobalId, unguessable
 from farprop.protocol.references.machine import References
 from farprop.protocol.references.messages import (
     Batch,
@@ -45,6 +45,7 @@ from farprop.wire.frames import FORKS, REMOTE, Frame
 
 _DROPPABLE = frozenset({User.CREATING, User.ARRIVED, User.CONFIRMED, User.DOUBTFUL, User.VOID})
 _GIVING_UP = frozenset({Kind.RECALL, Kind.FORGO, Kind.DELETE})
+_ID_BITS = 63
 _REMEMBERED = 1000  # far more than requests of one worker that are read and not run yet
 _get_ident = threading.get_ident
 _R = TypeVar("_R")
@@ -98,7 +99,8 @@ class ReferenceSpace:
         self._on_context_ended = on_context_ended
         self._worker = worker
         self._courier = courier
-        self._machine = References(me)
+        # In a restricted job a value can be reached by those alone who were given a reference to it.
+        self._machine = References(me, unguessable(_ID_BITS) if courier.dialect.restricted else None)
         self._batches = Batches(courier, self._outgoing, self._replied)
         self._lock = threading.Lock()
         self._inside = 0  # the thread that is at the machine

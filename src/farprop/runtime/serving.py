@@ -100,6 +100,7 @@ class Server:
         self._waiting = Waiting(worker, max_message_bytes)
         self._dialect = dialect
         self._resolve = dialect.resolve
+        self._vet = dialect.vet
         self._decode_call = dialect.decode_call
         # Requests can come before the callers' maps are known.
         self._encode_value = careful(dialect.encode_value)
@@ -295,6 +296,8 @@ class Server:
                 function, args, kwargs, settings = self._decode(frame)
             if name:
                 function = self._resolve(name)
+                if self._vet is not None:
+                    self._vet(name, connection.rank, connection.peer, args, kwargs)
         except (FunctionNotFound, NotExposedError) as error:
             self._fail(reply, error)
             return

@@ -17,6 +17,8 @@ class Dialect(NamedTuple):
     """The name by which a function is called on another worker, or None if it has to travel itself."""
     resolve: Callable[[bytes], Any]
     """The function that a name stands for here."""
+    vet: Callable[[bytes, int, str, Sequence[Any], dict[str, Any]], None] | None
+    """Raises if a worker of this rank and name may not call a function, given by its name, with these arguments."""
     method_of: Callable[[Any, str], Any]
     """A method of a value that others refer to."""
     encode: Callable[..., Encoded]
@@ -33,6 +35,7 @@ PICKLES = Dialect(
     restricted=False,
     name_of=functions.name_of,
     resolve=functions.resolve,
+    vet=None,
     method_of=getattr,
     encode=codec.encode,
     decode=codec.decode,

@@ -10,7 +10,6 @@ import dataclasses
 import inspect
 import operator
 import sys
-from collections.abc import Iterable
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -40,7 +39,7 @@ class _ClassMethod:
         return operator.attrgetter(self._path)(sys.modules[self._module])
 
 
-def add(target: Any, name: str | None = None, methods: Iterable[str] = ()) -> None:
+def add(target: Any, name: str | None = None, methods: tuple[str, ...] = ()) -> None:
     """Let peers call a function or a class by its name, or a method on values that they refer to."""
     if isinstance(target, ScriptFunction) or isinstance(
         getattr(target, "_wrapped_async_rpc_function", None), ScriptFunction
@@ -52,6 +51,9 @@ def add(target: Any, name: str | None = None, methods: Iterable[str] = ()) -> No
     if not callable(inner):
         raise UsageError(f"Functions, methods and classes can be exposed, not {target!r}.")
     if isinstance(target, type):
+        for method in methods:
+            if not callable(getattr(target, method, None)):
+                raise UsageError(f"{target.__qualname__} has no method {method!r} that could be exposed.")
         _methods[target] = frozenset(methods) | _methods.get(target, frozenset())
     elif methods:
         raise UsageError(f"methods= is for classes, and {target!r} is none.")

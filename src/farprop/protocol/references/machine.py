@@ -11,6 +11,7 @@ Not thread-safe: the caller sees to it. What has to be done is in ``effects``, i
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 from farprop.ids import GlobalId
 from farprop.protocol.references.control import Inbox, Outbox
@@ -27,14 +28,15 @@ _URGENT = frozenset({Kind.REGISTER, Kind.REVOKE, Kind.RECALL, Kind.CLEANUP})
 class References:
     """See the module's rules."""
 
-    def __init__(self, me: int) -> None:
+    def __init__(self, me: int, numbers: Iterator[int] | None = None) -> None:
+        """``numbers`` are those of ids; without them, they are counted."""
         self.me = me
         self.effects: list[Effect] = []
         self.users: dict[GlobalId, UserReference] = {}  # by fork; until they have ended
         self.owned: dict[GlobalId, OwnedValue] = {}  # by rref; while somebody elsewhere refers to it
         self.passed: dict[GlobalId, Passed] = {}
         self.dead: set[int] = set()
-        self._numbers = itertools.count()
+        self._numbers = itertools.count() if numbers is None else numbers
         self._outboxes: dict[int, Outbox] = {}
         self._inboxes: dict[int, Inbox] = {}
         self._revoked: set[GlobalId] = set()  # forks that must not be taken if they come after all

@@ -6,7 +6,7 @@ import itertools
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -179,14 +179,15 @@ class Context:
 class Contexts:
     """All contexts of a worker."""
 
-    def __init__(self, me: int) -> None:
+    def __init__(self, me: int, numbers: Iterator[int] | None = None) -> None:
+        """``numbers`` are those of ids; without them, they are counted."""
         self._me = me
         self._base = me << COUNTER_BITS
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()  # so that a late message does not bring one back
-        self._context_numbers = itertools.count(1)
-        self._pair_numbers = itertools.count(1)
+        self._context_numbers = itertools.count(1) if numbers is None else numbers
+        self._pair_numbers = itertools.count(1) if numbers is None else numbers
 
     @property
     def max_id(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from farprop.errors import BackwardError, ConnectionLostError, FarpropError, RpcTimeoutError, UsageError
+from farprop.ids import unguessable
 from farprop.protocol.credit import NONE
 from farprop.protocol.pass_messages import PassHead, unpack_head
 from farprop.protocol.passes import ROOTS, Ended, PassId, Share, Survey, Target
@@ -36,7 +37,8 @@ class GradientSpace:
 
     def __init__(self, me: int, post: Post) -> None:
         self.me = me
-        self.contexts = Contexts(me)
+        # In a restricted job nobody takes part in the passes of others' contexts.
+        self.contexts = Contexts(me, unguessable(COUNTER_BITS) if post.dialect.restricted else None)
         self.origins = Origins()
         self.failures = Failures(me, post, self.contexts, self.origins)
         self._post = post

@@ -1,0 +1,117 @@
+"""``rpc.expose``: what gets a name, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import farprop.rpc as rpc
+from farprop.errors import UsageError
+from farprop.wire import exposed
+from tests.security.functions import Counter, Doubled, Half, add, hidden, make_doubled, multiply
+
+
+def test_names() -> None:
+    assert exposed.find(b"tests.security.functions:add") is add
+    assert exposed.find(b"times") is multiply
+    assert exposed.find(b"tests.security.functions:multiply") is None
+    assert exposed.find(b"torch:mul") is torch.mul
+    assert exposed.find(b"torch.optim.sgd:SGD") is torch.optim.SGD
+    assert exposed.find(b"tests.security.functions:hidden") is None
+    assert exposed.name_of(multiply) == b"times"
+    assert exposed.name_of("any text") == b"any text"
+    assert exposed.name_of(hidden) == b"tests.security.functions:hidden"  # the callee decides
+    assert exposed.name_of(Counter.named) == b"tests.security.functions:Counter.named"
+    assert exposed.name_of(lambda: 1) is None
+    assert exposed.name_of(Counter().add) is None
+    assert exposed.name_of([]) is None
+
+
+def test_methods() -> None:
+    assert exposed.is_method_exposed(Counter(), "add")
+    assert exposed.is_method_exposed(Doubled(), "add")
+    assert not exposed.is_method_exposed(Counter(), "reset")
+    assert not exposed.is_method_exposed(Counter(), "__call__")
+    assert exposed.is_method_exposed(Half(1, 1), "__call__")
+    assert not exposed.is_method_exposed(Half(1, 1), "parameters")
+    assert exposed.is_method_exposed(torch.nn.Linear(1, 1), "parameters")
+    assert not exposed.is_method_exposed(torch.nn.Bilinear(1, 1, 1), "parameters")
+    counter = Counter()
+    counter.reset = counter.add  # type: ignore[method-assign]
+    assert not exposed.is_method_exposed(counter, "reset")
+
+
+def test_what_wraps_an_exposed_method_is_exposed() -> None:
+    def wrapping(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(*args: Any) -> Any:
+            return function(*args)
+
+        return wrapper
+
+    class Local:
+        @wrapping
+        @rpc.expose
+        def method(self) -> None:
+            pass
+
+    assert exposed.is_method_exposed(Local(), "method")
+
+
+def _again() -> Any:
+    """As a module that is loaded again."""
+
+    def twice() -> None:
+        pass
+
+    twice.__module__, twice.__qualname__ = __name__, "twice"
+    return twice
+
+
+def test_a_name_has_one_meaning() -> None:
+    rpc.expose(add)
+    first, second = _again(), _again()
+    rpc.expose(first)
+    rpc.expose(second)
+    assert exposed.find(f"{__name__}:twice".encode()) is second
+    with pytest.raises(UsageError, match="Two things are exposed as 'times'"):
+        rpc.expose(make_doubled, name="times")
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def test_what_can_not_be_exposed() -> None:
+    with pytest.raises(UsageError, match="has no name"):
+        rpc.expose(lambda: 1)
+    with pytest.raises(UsageError, match="Functions, methods and classes"):
+        rpc.expose(5)
+    with pytest.raises(UsageError, match="TorchScript"):
+        rpc.expose(scripted)
+    with pytest.raises(UsageError, match="TorchScript"):
+        rpc.expose(rpc.functions.async_execution(scripted))
+    with pytest.raises(UsageError, match="is a method"):
+        rpc.expose(name="x")(Counter.reset)
+    with pytest.raises(UsageError, match="has no method 'no_such_method'"):
+        rpc.expose(Counter, methods=["no_such_method"])
+    with pytest.raises(UsageError, match="methods= is for classes"):
+        rpc.expose(add, methods=["x"])
+
+
+def test_local_things_need_a_name() -> None:
+    @rpc.expose(name="a local dataclass")
+    @dataclass
+    class Local:
+        x: int
+        y: int = 2
+
+    assert exposed.find(b"a local dataclass") is Local
+    assert exposed.fields_of(Local) == ("x", "y")
+    assert exposed.fields_of(Counter) is None
