@@ -14,7 +14,7 @@ from farprop.rpc.constants import UNSET_RPC_TIMEOUT
 from farprop.rpc.functions import async_execution
 from farprop.runtime import owner_calls
 from farprop.runtime.cells import Later
-from farprop.runtime.current import current_agent
+from farprop.runtime.current import current_agent, is_agent_set
 from farprop.runtime.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -142,11 +142,10 @@ def let_go(_rref: RRef[Any], _future: torch.futures.Future[Any]) -> None:
 def _remote(rref: RRef[Any], timeout: float, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RRef[Any]:
     from farprop.rpc import api
 
-    if current_agent().dialect.restricted:  # a type is no data; what can't be called says so when it is used
-        function, all_args = _call(rref, method, args, kwargs)
-        return api._remote(rref.owner_name(), function, all_args, {}, timeout, keep=rref)
-    kind = rref._get_type(timeout)
-    if not hasattr(kind, method) and method not in _sync(rref, api.rpc_sync, timeout, "__dir__", (), {}):
-        raise AttributeError(f"{kind.__name__!r} object has no attribute {method!r}")
+    # In a restricted job a type can't be sent. What can't be called says so when the result is used.
+    if not (is_agent_set() and current_agent().dialect.restricted):
+        kind = rref._get_type(timeout)
+        if not hasattr(kind, method) and method not in _sync(rref, api.rpc_sync, timeout, "__dir__", (), {}):
+            raise AttributeError(f"{kind.__name__!r} object has no attribute {method!r}")
     function, all_args = _call(rref, method, args, kwargs)
     return api._remote(rref.owner_name(), function, all_args, {}, timeout, keep=rref)

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
+from farprop._torch import sparse_indices, sparse_values
 from farprop.errors import NotDataError, NotExposedError, ProtocolError
 from farprop.wire import codec, exposed
 from farprop.wire.codec import Encoded
@@ -129,7 +130,7 @@ class _Writer:
             return [_TENSOR, *tensors.write(tensor), requires_grad]
         if layout is torch.sparse_coo:
             plain = tensor.detach()
-            parts = [[*tensors.write(part), False] for part in (plain._indices(), plain._values())]
+            parts = [[*tensors.write(part), False] for part in (sparse_indices(plain), sparse_values(plain))]
             return [_COO, *parts, list(tensor.shape), plain.is_coalesced(), requires_grad]
         if layout is torch.sparse_csr:
             plain = tensor.detach()
