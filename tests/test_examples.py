@@ -249,12 +249,17 @@ def test_make_commands_exist() -> None:
     assert {"demo", "test", "bench", "conformance"} <= commands <= targets
 
 
-def test_links_lead_somewhere() -> None:
-    headings = {
-        "#" + re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.+)$", README, re.M)
-    }
-    for link in re.findall(r"\]\(([^)]+)\)", README):
-        assert link in headings or (ROOT / link).exists(), link
+def _anchors(text: str) -> set[str]:
+    return {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.+)$", text, re.M)}
+
+
+@pytest.mark.parametrize("page", ["README.md", "SECURITY.md", "docs/security.md", "docs/restricted.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", (ROOT / page).read_text()):
+        file, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / file if file else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in _anchors(target.read_text()), link
 
 
 def test_every_setting_is_listed_with_its_default() -> None:

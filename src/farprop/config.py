@@ -23,11 +23,20 @@ class Settings:
     secret_file: str | None = None
     insecure: bool = False
     tls: bool = True
-    tls_files: tuple[str, str, str] | None = None  # certificate, key and CA
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_ca: str | None = None
     max_message_bytes: int = 16 * GIB
     shm_pool_bytes: int = GIB
     autograd_mode: str = "smart"
     restricted: bool = False
+
+    @property
+    def tls_files(self) -> tuple[str, str, str] | None:
+        """Certificate, key and CA, if the user has some."""
+        if self.tls_cert is None or self.tls_key is None or self.tls_ca is None:
+            return None
+        return self.tls_cert, self.tls_key, self.tls_ca
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Settings:
@@ -52,9 +61,9 @@ class Settings:
             restricted=_switch(env, "FARPROP_RESTRICTED", False),
             insecure=_switch(env, "FARPROP_INSECURE", False),
             tls=_switch(env, "FARPROP_TLS", True),
-            tls_files=_tls_files(env),
             max_message_bytes=_bytes(env, "FARPROP_MAX_MESSAGE_BYTES", cls.max_message_bytes),
             shm_pool_bytes=_bytes(env, "FARPROP_SHM_POOL_BYTES", cls.shm_pool_bytes),
+            **_tls_files(env),
         )
 
 
@@ -65,16 +74,16 @@ def _switch(env: Mapping[str, str], name: str, default: bool) -> bool:
     return text == "1" if text else default
 
 
-def _tls_files(env: Mapping[str, str]) -> tuple[str, str, str] | None:
-    certificate, key, ca = (env.get(f"FARPROP_TLS_{what}", "") for what in ("CERT", "KEY", "CA"))
-    if not (certificate or key or ca):
-        return None
-    if not (certificate and key and ca):
+def _tls_files(env: Mapping[str, str]) -> dict[str, str]:
+    files = {f"tls_{what}": env.get(f"FARPROP_TLS_{what.upper()}", "") for what in ("cert", "key", "ca")}
+    if not any(files.values()):
+        return {}
+    if not all(files.values()):
         raise UsageError(
             "FARPROP_TLS_CERT, FARPROP_TLS_KEY and FARPROP_TLS_CA go together: this worker's certificate and its key, "
             "and the certificate of the authority that signed those of all workers. Set all three or none."
         )
-    return certificate, key, ca
+    return files
 
 
 def _port_range(text: str | None) -> tuple[int, int] | None:

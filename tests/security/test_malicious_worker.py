@@ -231,8 +231,11 @@ def test_workers_speak_for_themselves_alone(job: Cluster) -> None:
 
 def _ids() -> list[int]:
     references = [rpc.RRef(1)._own, rpc.RRef(1)._own]
-    with dist_autograd.context() as first, dist_autograd.context() as second:
-        return [*(own.rref.local_id for own in references if own is not None), first, second]
+    contexts = []
+    for _ in range(2):
+        with dist_autograd.context() as context:
+            contexts.append(context)
+    return [*(own.rref.local_id for own in references if own is not None), *contexts]
 
 
 def test_references_and_contexts_can_not_be_guessed(job: Cluster) -> None:
