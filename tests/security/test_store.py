@@ -150,6 +150,21 @@ def test_a_store_that_turns_bad_harms_no_running_job() -> None:
             job.run(rank, _shut_down)
 
 
+def test_workers_that_left_before_the_others_came_are_in_nobodys_way() -> None:
+    """The last one to leave takes the found secret along; what it wrote is signed with that one."""
+    store = Store()
+    with processes(2, store.environment, check=False) as job:
+        for _ in range(2):
+            for rank in range(2):
+                assert job.run(rank, _in_a_dynamic_group, rank) == ""
+                _is_served(job, rank, rank)
+                job.run(rank, _leave)
+
+
+def _leave() -> None:
+    rpc.shutdown()
+
+
 def _infos() -> Any:
     from farprop.rpc.api import _get_current_rpc_agent
 

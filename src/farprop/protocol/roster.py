@@ -141,10 +141,10 @@ def different_secrets(own: Entry, text: bytes, where: str) -> str:
     if own.own_secret and other.own_secret:
         return (
             f"{first.name} ({first.host}) and {second.name} ({second.host}) share no secret: they are on different "
-            "hosts, or belong to different users. Set FARPROP_SECRET to the same long random text on every worker "
-            '(for example the output of: python -c "import secrets; print(secrets.token_hex(32))"), or '
-            "FARPROP_SECRET_FILE to a file that holds it. FARPROP_INSECURE=1 lets anyone who can reach the workers run "
-            "code on them."
+            "hosts, belong to different users, or one is of an earlier start that used the same store. Set "
+            "FARPROP_SECRET to the same long random text on every worker (for example the output of: python -c "
+            '"import secrets; print(secrets.token_hex(32))"), or FARPROP_SECRET_FILE to a file that holds it. '
+            "FARPROP_INSECURE=1 lets anyone who can reach the workers run code on them."
         )
     without = [e.name for e in (first, second) if e.own_secret]
     if without:

@@ -181,7 +181,10 @@ class Places:
         try:
             text = self._keys.read(name, value)
         except Unsigned as error:
-            raise RendezvousError(different_secrets(self._own, unsigned_text(value), name)) from error
+            text = unsigned_text(value)
+            if text != _GONE or place in self._known:
+                raise RendezvousError(different_secrets(self._own, text, name)) from error
+            # Somebody who left before the workers that are there now found their secret.
         if text == _GONE:
             self._gone.add(place)
             self._known.pop(place, None)
