@@ -183,6 +183,7 @@ class Agent:
                 self._secret.remove_file()  # all have read it
             self._secret.let_go()
         self._server.close_strangers()
+        self._dialling.prepare(self._group.entries.values())
         try:
             self._devices.check()
         except ValueError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 import time
+from collections.abc import Iterable
 
 from farprop.config import Settings
 from farprop.errors import AuthenticationError, ConnectionLostError, ProtocolError
@@ -36,6 +37,14 @@ class Dialling:
         self._keys = keys
         self._certificates = Certificates(settings.tls_files) if settings.tls else None
 
+    def prepare(self, entries: Iterable[Entry]) -> None:
+        """Make what connections with these workers need: in the loop, making the certificate would hold others up."""
+        if self._certificates is not None and not all(self._is_near(entry) for entry in entries):
+            self._certificates.prepare()
+
+    def _is_near(self, entry: Entry) -> bool:
+        return self.unix_allowed and bool(entry.unix) and entry.net == self.net
+
     # Being dialled
 
     def accepted(self, sock: socket.socket) -> tuple[Listener, TlsSocket | None]:
@@ -63,7 +72,7 @@ class Dialling:
             ) from error
 
     def _dial(self, entry: Entry, deadline: float) -> Stream:
-        sock = sockets.connect(entry, self.net, self.unix_allowed, deadline)
+        sock = sockets.connect(entry, self._is_near(entry), deadline)
         try:
             stream = self._prove(entry, sock, deadline)
             sockets.make_ready(stream)

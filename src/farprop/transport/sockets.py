@@ -26,8 +26,6 @@ class Address(Protocol):
     def tcp(self) -> tuple[str, int]: ...
     @property
     def unix(self) -> str: ...
-    @property
-    def net(self) -> str: ...
 
 
 def network_namespace() -> str:
@@ -107,9 +105,9 @@ def address_towards(host: str) -> str:
         return "127.0.0.1"
 
 
-def connect(address: Address, net: str, unix_allowed: bool, deadline: float) -> socket.socket:
-    """A socket that is connected to a worker, by the shortest way."""
-    if unix_allowed and address.unix and address.net == net and HAVE_UNIX:
+def connect(address: Address, unix: bool, deadline: float) -> socket.socket:
+    """A socket that is connected to a worker."""
+    if unix:
         return _connect_unix(address.unix, deadline)
     try:
         connection = socket.create_connection(address.tcp, timeout=max(0.05, deadline - time.monotonic()))

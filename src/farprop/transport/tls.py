@@ -213,7 +213,12 @@ class Certificates:
         self._listener: tuple[ssl.SSLContext, bytes] | None = None
         self._dialler: ssl.SSLContext | None = None
         if files is not None:
-            self._for_listener()  # so that wrong files are found out at the start
+            self.prepare()  # so that wrong files are found out at the start
+
+    def prepare(self) -> None:
+        """Make the contexts now, and not when a connection waits for them."""
+        self._for_listener()
+        self._for_dialler()
 
     def accept(self, sock: socket.socket) -> tuple[TlsSocket, bytes]:
         """The listener's end on a new connection, and its channel."""
@@ -222,10 +227,13 @@ class Certificates:
 
     def dial(self, sock: socket.socket) -> TlsSocket:
         """The dialler's end."""
+        return TlsSocket(sock, self._for_dialler(), server_side=False)
+
+    def _for_dialler(self) -> ssl.SSLContext:
         with self._lock:
             if self._dialler is None:
                 self._dialler = _context(ssl.PROTOCOL_TLS_CLIENT, self._files)
-        return TlsSocket(sock, self._dialler, server_side=False)
+            return self._dialler
 
     def _for_listener(self) -> tuple[ssl.SSLContext, bytes]:
         with self._lock:
