@@ -73,6 +73,7 @@ class Unproven:
             try:
                 self._is_encrypted, to_send = self._tls.handshake(data)
             except ProtocolError as error:
+                self.sock.send(self._tls.last_words(), socket.MSG_NOSIGNAL)
                 raise ProtocolError(f"{error}; is FARPROP_TLS the same on all workers?") from error
             if to_send:
                 self.sock.send(to_send, socket.MSG_NOSIGNAL)

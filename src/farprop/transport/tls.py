@@ -54,6 +54,10 @@ class TlsSocket:
         self.has_more = bool(self._incoming.pending)
         return True, self._outgoing.read()
 
+    def last_words(self) -> bytes:
+        """What to send to a peer with which no connection could be made: TLS's reason."""
+        return self._outgoing.read()
+
     def peer_channel(self) -> bytes:
         """The channel of a connection to the listener whose certificate was shown."""
         return channel(self._tls.getpeercert(binary_form=True) or b"")
