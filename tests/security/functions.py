@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import farprop.rpc as rpc
+from farprop.runtime.current import current_agent
 
 CALLED: list[str] = []  # what ran here that must not
 
@@ -172,3 +173,9 @@ class Half(torch.nn.Module):
     @rpc.expose
     def parameter_rrefs(self) -> list[rpc.RRef[torch.nn.Parameter]]:
         return [rpc.RRef(parameter) for parameter in self.parameters()]
+
+
+@rpc.expose
+def waiting_requests() -> int:
+    """How many requests of the program's this worker counts, this one included."""
+    return int(current_agent()._server.active)

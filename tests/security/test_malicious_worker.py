@@ -223,6 +223,17 @@ def _speak_for_others() -> list[tuple[int, str]]:
     return said
 
 
+def _call_as_system() -> Any:
+    agent = current_agent()
+    encoded = agent.dialect.encode_call(None, (), {})
+    frame = agent.link("worker0").call_sync(SYSTEM, b"tests.security.functions:waiting_requests", encoded, 10.0)
+    return agent.dialect.decode_value(frame.meta, frame.buffers, frame.flags)
+
+
+def test_a_call_is_not_past_the_limits_because_its_sender_says_so(job: Cluster) -> None:
+    assert job.run(ATTACKER, _call_as_system) == 1
+
+
 def test_workers_speak_for_themselves_alone(job: Cluster) -> None:
     for kind, text in job.run(ATTACKER, _speak_for_others):
         assert kind == FAILURE

@@ -107,6 +107,16 @@ _INTERNAL = {
 }
 
 
+_SYSTEM_MODULES = (b"farprop.runtime.", b"farprop.rpc.api:")
+# These run functions of the program's.
+_PROGRAM_RUNS = {
+    b"farprop.runtime.owner_calls:invoke",
+    b"farprop.runtime.owner_calls:fetch",
+    b"farprop.runtime.owner_calls:backward",
+    b"farprop.runtime.gradients.calls:propagate",
+}
+
+
 def data_dialect(worker: str) -> Dialect:
     """How a worker of a restricted job reads and writes."""
 
@@ -127,6 +137,7 @@ def data_dialect(worker: str) -> Dialect:
         name_of=exposed.name_of,
         resolve=resolve,
         vet=_vet,
+        may_be_system=_is_system,
         method_of=method_of,
         encode=data_codec.refuse,
         decode=data_codec.refuse,
@@ -162,6 +173,11 @@ def _vet(name: bytes, rank: int, caller: str, args: Sequence[Any], kwargs: dict[
     takes = _INTERNAL.get(name)
     if takes is not None and not takes.allows(args, kwargs, rank, caller):
         raise ProtocolError(f"{caller} called {name.decode()} with arguments that it does not take, or not from there")
+
+
+def _is_system(name: bytes) -> bool:
+    """Functions that are short and run nothing of the program's."""
+    return name in _INTERNAL and name.startswith(_SYSTEM_MODULES) and name not in _PROGRAM_RUNS
 
 
 def _not_exposed(worker: str, name: bytes) -> NotExposedError:

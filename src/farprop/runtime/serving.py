@@ -100,6 +100,7 @@ class Server:
         self._waiting = Waiting(worker, max_message_bytes)
         self._dialect = dialect
         self._resolve = dialect.resolve
+        self._may_be_system = dialect.may_be_system
         self._vet = dialect.vet
         self._decode_call = dialect.decode_call
         # Requests can come before the callers' maps are known.
@@ -187,6 +188,8 @@ class Server:
         now = _now()
         for frame in frames:
             if frame.kind == REQUEST:
+                if frame.flags & SYSTEM and self._may_be_system is not None and not self._may_be_system(frame.name):
+                    frame.flags &= ~SYSTEM
                 self._count(frame.flags, 1)
                 late = now + frame.seconds if frame.seconds else 0.0
                 if frame.flags & FORKS:

@@ -19,6 +19,10 @@ class Dialect(NamedTuple):
     """The function that a name stands for here."""
     vet: Callable[[bytes, int, str, Sequence[Any], dict[str, Any]], None] | None
     """Raises if a worker of this rank and name may not call a function, given by its name, with these arguments."""
+    may_be_system: Callable[[bytes], bool] | None
+    """Whether a function, given by its name, is of those that limits and queues don't hold up, if a peer says so; None
+    if all are.
+    """
     method_of: Callable[[Any, str], Any]
     """A method of a value that others refer to."""
     encode: Callable[..., Encoded]
@@ -36,6 +40,7 @@ PICKLES = Dialect(
     name_of=functions.name_of,
     resolve=functions.resolve,
     vet=None,
+    may_be_system=None,
     method_of=getattr,
     encode=codec.encode,
     decode=codec.decode,
