@@ -128,6 +128,18 @@ class Counter:
         return f"{cls.__name__}{value}"
 
 
+@rpc.expose
+class Caller:
+    """No module: to call it is something else than its ``forward``."""
+
+    @rpc.expose
+    def forward(self) -> int:
+        return 1
+
+    def __call__(self) -> None:
+        CALLED.append("__call__")
+
+
 class Doubled(Counter):
     """What is exposed of a class is exposed of those derived from it."""
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import farprop.autograd as dist_autograd
-import farprop.nn
-import farprop.optim  # noqa: F401
 import farprop.rpc as rpc
 from farprop.errors import ConnectionLostError, FarpropError
+from farprop.nn import remote_module
+from farprop.optim import local
 from farprop.protocol.pass_messages import PassHead, pack_head
 from farprop.protocol.passes import ALL, PassId
 from farprop.protocol.references.messages import Fork, pack_forks
@@ -192,6 +192,33 @@ def test_methods_that_are_not_exposed(job: Cluster) -> None:
     for kind, text in job.run(ATTACKER, _reach_into_values):
         assert kind == FAILURE
         assert text.startswith(("NotExposedError", "ProtocolError")), text
+
+
+def _call_through_helpers() -> list[str]:
+    caller = rpc.remote("worker0", f.Caller)
+    assert caller.rpc_sync().forward() == 1
+    said = []
+    for function, args in (
+        (remote_module._run_forward, (caller, "cpu", (), {})),
+        (remote_module._param_rrefs, (caller, True)),
+        (remote_module._train, (caller, True)),
+        (remote_module._create_module, (f.hidden, (), {}, "cpu")),
+        (remote_module._create_module, (f.Caller, (), {}, "cpu")),
+        (local._new_local_optimizer, (f.hidden, [caller])),
+        (local._new_local_optimizer, ("os:system", [caller])),
+        (remote_module._create_module, (b"os:system", (), {}, "cpu")),
+    ):
+        try:
+            rpc.rpc_sync("worker0", function, args)
+        except Exception as error:
+            said.append(type(error).__name__)
+    return said
+
+
+def test_helpers_call_nothing_that_is_not_exposed(job: Cluster) -> None:
+    refused = ["NotExposedError"] * 4
+    said = job.run(ATTACKER, _call_through_helpers)
+    assert said == [*refused, "ValueError", "NotExposedError", "ProtocolError", "ProtocolError"]
 
 
 # In the name of others

@@ -131,6 +131,7 @@ class _Tensor(torch.Tensor):
         torch.ones(2, device="meta"),
         torch.ones(2).as_subclass(_Tensor),
         Exception("x"),
+        torch.qint8,
         "\ud800",
         2 ** (1 << 20),
     ],

@@ -351,7 +351,7 @@ def _instantiate_template(module_interface_cls: Any, enable_moving_cpu_tensors_t
 
 
 def _run_forward(module_rref: RRef[nn.Module], device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    module = _exposing("forward", module_rref)
+    module = _exposing("__call__", module_rref)
     if torch.device(device).type == "cpu":
         return module(*args, **kwargs)
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))

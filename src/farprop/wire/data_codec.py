@@ -90,7 +90,7 @@ class _Writer:
             return [_BYTEARRAY, bytes(value)]
         if kind is torch.Size:
             return [_SIZE, *value]
-        if kind is torch.dtype:
+        if kind is torch.dtype and value in CODES:
             return [_DTYPE, CODES[value]]
         if kind is torch.device:
             return [_DEVICE, value.type, value.index]
@@ -123,9 +123,7 @@ class _Writer:
             self.graph.append(tensor)
         layout = tensor.layout
         if not tensor.is_cpu:
-            raise NotDataError(
-                f"A restricted job sends tensors of the CPU, and this one is on {tensor.device}: .cpu()."
-            )
+            raise NotDataError(f"A tensor on {tensor.device} can't be sent in a restricted job. Call .cpu() first.")
         if layout is torch.strided:
             return [_TENSOR, *tensors.write(tensor), requires_grad]
         if layout is torch.sparse_coo:
