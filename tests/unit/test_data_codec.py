@@ -465,7 +465,10 @@ def test_good_messages_with_a_few_wrong_bytes(seed: int, flips: int) -> None:
         value = decode_value(bytes(meta), buffers, 0)
     except FarpropError:
         return
-    repr(value)  # which looks at tensors' elements
+    try:
+        repr(value)  # which looks at tensors' elements
+    except NotImplementedError:
+        pass  # torch can't show all dtypes
 
 
 # Failures
