@@ -234,16 +234,16 @@ def test_functions_and_classes_go_by_their_names() -> None:
         with pytest.raises(NotExposedError, match="which is not exposed"):
             _there(hidden)
     for name in (b"os:system", b"builtins:eval", b"\xff", b"", "text", 5, None):
-        for tag in (data_codec._EXPOSED, data_codec._DATACLASS):
+        for tag in (data_codec.EXPOSED, data_codec.DATACLASS):
             with pytest.raises(FarpropError):
                 _decoded([tag, name])
     with pytest.raises(ProtocolError, match="no dataclass"):
-        _decoded([data_codec._DATACLASS, exposed.name_of(add)])
+        _decoded([data_codec.DATACLASS, exposed.name_of(add)])
     name = exposed.name_of(Point)
     for fields in (["x"], ["x", "z", 1, 2], ["y", "x", 1, 2], ["x", "y", 1], ["x", "y", 1, 2, 3], ["x", "y", 13, 2]):
         with pytest.raises(ProtocolError):
-            _decoded([data_codec._DATACLASS, name, *fields])
-    assert _decoded([data_codec._DATACLASS, name, "x", "y", 1, 2]) == Point(1, 2)
+            _decoded([data_codec.DATACLASS, name, *fields])
+    assert _decoded([data_codec.DATACLASS, name, "x", "y", 1, 2]) == Point(1, 2)
 
 
 # What a peer might send
@@ -350,7 +350,7 @@ def test_sparse_indices_are_looked_at(indices: torch.Tensor, shape: Any) -> None
     values = _dense(torch.ones(1))
     for coalesced in (False, True):
         with pytest.raises(ProtocolError):
-            _decoded([data_codec._COO, _dense(indices), values, shape, coalesced, False])
+            _decoded([data_codec.COO, _dense(indices), values, shape, coalesced, False])
 
 
 @pytest.mark.parametrize(
@@ -360,12 +360,12 @@ def test_sparse_indices_are_looked_at(indices: torch.Tensor, shape: Any) -> None
 def test_csr_indices_are_looked_at(rows: list[int], columns: list[int]) -> None:
     parts = [_dense(torch.tensor(rows)), _dense(torch.tensor(columns)), _dense(torch.ones(1))]
     with pytest.raises(ProtocolError):
-        _decoded([data_codec._CSR, *parts, [2, 3], False])
+        _decoded([data_codec.CSR, *parts, [2, 3], False])
     good = [_dense(torch.tensor([0, 1, 1])), _dense(torch.tensor([2])), _dense(torch.ones(1))]
-    assert _decoded([data_codec._CSR, *good, [2, 3], False]).to_dense().tolist() == [[0, 0, 1], [0, 0, 0]]
+    assert _decoded([data_codec.CSR, *good, [2, 3], False]).to_dense().tolist() == [[0, 0, 1], [0, 0, 0]]
     for part in (None, [], [b"", 0, [0], True], "x"):
         with pytest.raises(ProtocolError):
-            _decoded([data_codec._CSR, part, *good[1:], [2, 3], False])
+            _decoded([data_codec.CSR, part, *good[1:], [2, 3], False])
 
 
 def test_a_pickle_is_refused_and_said_to_be_one(tmp_path: Any) -> None:

@@ -12,7 +12,7 @@ A value is a number, text, bytes, None, or an array whose first element says wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -20,27 +20,41 @@ import msgspec
 import torch
 
 from farprop._torch import sparse_indices, sparse_values
-from farprop.errors import NotDataError, NotExposedError, ProtocolError
+from farprop.errors import NotDataError, ProtocolError
 from farprop.wire import codec, exposed
 from farprop.wire.codec import Encoded
-from farprop.wire.data_tensors import WrittenTensors, read_coo, read_csr, read_dense
+from farprop.wire.data_reader import (
+    AGAIN,
+    ATOMS,
+    BYTEARRAY,
+    COMPLEX,
+    COO,
+    CSR,
+    DATACLASS,
+    DEVICE,
+    DICT,
+    DTYPE,
+    EXPOSED,
+    FROZENSET,
+    INT,
+    LIST,
+    MAX_DEPTH,
+    MAX_INT_BYTES,
+    REFERENCE,
+    SET,
+    SIZE,
+    TENSOR,
+    TUPLE,
+    Reader,
+)
+from farprop.wire.data_tensors import WrittenTensors
 from farprop.wire.frames import PLAIN
-from farprop.wire.tensors import CODES, DTYPES
+from farprop.wire.tensors import CODES
 
-MAX_DEPTH = 100
 MAX_META = 256 << 20
-_MAX_INT_BYTES = 1 << 16
 _PICKLE = b"\x80"  # how a pickle begins, and no message of ours
 
-# What an array stands for. Only ever append.
-(
-    _LIST, _TUPLE, _DICT, _SET, _FROZENSET, _INT, _COMPLEX, _BYTEARRAY, _TENSOR, _AGAIN, _COO, _CSR, _SIZE, _DTYPE,
-    _DEVICE, _DATACLASS, _REFERENCE, _EXPOSED,
-) = range(18)  # fmt: skip
-
-_ATOMS = frozenset((type(None), bool, int, float, str, bytes))
 _CODE_KINDS = (type, FunctionType, BuiltinFunctionType, MethodType)
-_DEVICES = frozenset(("cpu", "cuda", "meta", "mps", "xpu", "hpu", "privateuseone"))
 _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter
 _encode = msgspec.msgpack.Encoder().encode
@@ -68,7 +82,7 @@ class _Writer:
         kind = type(value)
         if kind is _Tensor or kind is _Parameter:
             return self._write_tensor(value)
-        if kind in _ATOMS:
+        if kind in ATOMS:
             return value if kind is not int or -(1 << 63) <= value < 1 << 64 else _write_int(value)
         if depth > MAX_DEPTH:
             raise NotDataError(
@@ -80,30 +94,30 @@ class _Writer:
             return [tag, *[self.write(item, depth) for item in value]]
         if kind is dict:
             depth += 1
-            return [_DICT, *[self.write(item, depth) for pair in value.items() for item in pair]]
+            return [DICT, *[self.write(item, depth) for pair in value.items() for item in pair]]
         return self._write_rare(value, kind, depth)
 
     def _write_rare(self, value: Any, kind: type, depth: int) -> list[Any]:
         if kind is complex:
-            return [_COMPLEX, value.real, value.imag]
+            return [COMPLEX, value.real, value.imag]
         if kind is bytearray:
-            return [_BYTEARRAY, bytes(value)]
+            return [BYTEARRAY, bytes(value)]
         if kind is torch.Size:
-            return [_SIZE, *value]
+            return [SIZE, *value]
         if kind is torch.dtype and value in CODES:
-            return [_DTYPE, CODES[value]]
+            return [DTYPE, CODES[value]]
         if kind is torch.device:
-            return [_DEVICE, value.type, value.index]
+            return [DEVICE, value.type, value.index]
         if kind in codec.reference_kinds:
-            return [_REFERENCE, self._travel(value)]
+            return [REFERENCE, self._travel(value)]
         fields = exposed.fields_of(kind)
         if fields is not None:
             flat = [self.write(getattr(value, field), depth + 1) for field in fields]
-            return [_DATACLASS, exposed.name_of(kind), *fields, *flat]
+            return [DATACLASS, exposed.name_of(kind), *fields, *flat]
         if isinstance(value, _CODE_KINDS):
             name = exposed.name_of(value)
             if name is not None:
-                return [_EXPOSED, name]
+                return [EXPOSED, name]
         raise _not_data(value)
 
     def _travel(self, value: Any) -> int:
@@ -117,7 +131,7 @@ class _Writer:
         tensors = self.tensors
         known = tensors.known(tensor)
         if known is not None:
-            return [_AGAIN, known]
+            return [AGAIN, known]
         requires_grad = tensor.requires_grad
         if requires_grad and self.graph is not None:
             self.graph.append(tensor)
@@ -125,15 +139,15 @@ class _Writer:
         if not tensor.is_cpu:
             raise NotDataError(f"A tensor on {tensor.device} can't be sent in a restricted job. Call .cpu() first.")
         if layout is torch.strided:
-            return [_TENSOR, *tensors.write(tensor), requires_grad]
+            return [TENSOR, *tensors.write(tensor), requires_grad]
         if layout is torch.sparse_coo:
             plain = tensor.detach()
             parts = [[*tensors.write(part), False] for part in (sparse_indices(plain), sparse_values(plain))]
-            return [_COO, *parts, list(tensor.shape), plain.is_coalesced(), requires_grad]
+            return [COO, *parts, list(tensor.shape), plain.is_coalesced(), requires_grad]
         if layout is torch.sparse_csr:
             plain = tensor.detach()
             found = plain.crow_indices(), plain.col_indices(), plain.values()
-            return [_CSR, *[[*tensors.write(part), False] for part in found], list(tensor.shape), requires_grad]
+            return [CSR, *[[*tensors.write(part), False] for part in found], list(tensor.shape), requires_grad]
         raise NotDataError(f"A restricted job sends dense, COO and CSR tensors, and this one is {layout}.")
 
     def encoded(self, whole: Any, flags: int) -> Encoded:
@@ -149,14 +163,14 @@ class _Writer:
         return Encoded(meta, self.tensors.buffers, self.tensors.keep, flags, self.travellers)
 
 
-_SEQUENCES: dict[type, int] = {list: _LIST, tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}
+_SEQUENCES: dict[type, int] = {list: LIST, tuple: TUPLE, set: SET, frozenset: FROZENSET}
 
 
 def _write_int(value: int) -> list[Any]:
     size = value.bit_length() // 8 + 1
-    if size > _MAX_INT_BYTES:
-        raise NotDataError(f"A number of {size} bytes can't be sent in a restricted job: at most {_MAX_INT_BYTES}.")
-    return [_INT, value.to_bytes(size, "little", signed=True)]
+    if size > MAX_INT_BYTES:
+        raise NotDataError(f"A number of {size} bytes can't be sent in a restricted job: at most {MAX_INT_BYTES}.")
+    return [INT, value.to_bytes(size, "little", signed=True)]
 
 
 def _not_data(value: Any) -> NotDataError:
@@ -184,7 +198,7 @@ def encode_call(
     if not kwargs:
         if not args:
             return _NO_ARGUMENTS
-        if _ATOMS.issuperset(map(type, args)):
+        if ATOMS.issuperset(map(type, args)):
             try:
                 return Encoded(_encode(args), [], args, PLAIN)
             except (OverflowError, UnicodeEncodeError):
@@ -211,162 +225,6 @@ def encode_value(value: Any, graph: list[torch.Tensor] | None = None, place: obj
 # Reading
 
 
-class _Reader:
-    """What MessagePack has to the values of one message."""
-
-    __slots__ = ("buffers", "tensors")
-
-    def __init__(self, buffers: Sequence[Any]) -> None:
-        self.buffers = buffers
-        self.tensors: list[torch.Tensor] = []
-
-    def read(self, item: Any, depth: int = 0) -> Any:
-        kind = type(item)
-        if kind in _ATOMS:
-            return item
-        if kind is not list or not item:
-            raise ProtocolError(f"a message has a {kind.__name__} where a value should be")
-        tag = item[0]
-        if tag == _TENSOR:
-            return self._noted(read_dense(item, 1, self.buffers))
-        if depth > MAX_DEPTH:
-            raise ProtocolError(f"a message is nested more than {MAX_DEPTH} deep")
-        if type(tag) is not int or not 0 <= tag < len(_READERS):
-            raise ProtocolError(f"a message has something of unknown kind {tag!r:.20}")
-        return _READERS[tag](self, item, depth + 1)
-
-    def _all(self, item: list[Any], depth: int) -> list[Any]:
-        read = self.read
-        return [read(item[at], depth) for at in range(1, len(item))]
-
-    def _noted(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.tensors.append(tensor)
-        return tensor
-
-    def _tuple(self, item: list[Any], depth: int) -> tuple[Any, ...]:
-        return tuple(self._all(item, depth))
-
-    def _dict(self, item: list[Any], depth: int) -> Any:
-        flat = self._all(item, depth)
-        return _hashed(lambda: dict(zip(flat[::2], flat[1::2], strict=True)))
-
-    def _set(self, item: list[Any], depth: int) -> Any:
-        return _hashed(lambda: set(self._all(item, depth)))
-
-    def _frozenset(self, item: list[Any], depth: int) -> Any:
-        return _hashed(lambda: frozenset(self._all(item, depth)))
-
-    def _int(self, item: list[Any], depth: int) -> int:
-        (data,) = _of_kinds(item, bytes)
-        if len(data) > _MAX_INT_BYTES:
-            raise ProtocolError(f"a message has a number of {len(data)} bytes")
-        return int.from_bytes(data, "little", signed=True)
-
-    def _complex(self, item: list[Any], depth: int) -> complex:
-        return complex(*_of_kinds(item, float, float))
-
-    def _bytearray(self, item: list[Any], depth: int) -> bytearray:
-        return bytearray(*_of_kinds(item, bytes))
-
-    def _dense(self, item: list[Any], depth: int) -> torch.Tensor:
-        return self._noted(read_dense(item, 1, self.buffers))
-
-    def _again(self, item: list[Any], depth: int) -> Any:
-        (place,) = _of_kinds(item, int)
-        if not 0 <= place < len(self.tensors):
-            raise ProtocolError("a message refers to a tensor that it does not have")
-        return self.tensors[place]
-
-    def _coo(self, item: list[Any], depth: int) -> torch.Tensor:
-        return self._noted(read_coo(item[1:], self.buffers))
-
-    def _csr(self, item: list[Any], depth: int) -> torch.Tensor:
-        return self._noted(read_csr(item[1:], self.buffers))
-
-    def _size(self, item: list[Any], depth: int) -> torch.Size:
-        sizes = item[1:]
-        if not all(type(size) is int and 0 <= size < 1 << 62 for size in sizes):
-            raise ProtocolError("a message has a torch.Size that can't be")
-        return torch.Size(sizes)
-
-    def _dtype(self, item: list[Any], depth: int) -> Any:
-        (code,) = _of_kinds(item, int)
-        dtype = DTYPES[code] if 0 <= code < len(DTYPES) else None
-        if dtype is None:
-            raise ProtocolError(f"a message has a dtype {code} that this worker's torch does not have")
-        return dtype
-
-    def _device(self, item: list[Any], depth: int) -> torch.device:
-        if len(item) != 3 or type(item[1]) is not str or item[1] not in _DEVICES:
-            raise ProtocolError("a message has a torch.device that can't be")
-        index = item[2]
-        if index is None:
-            return torch.device(item[1])
-        if type(index) is not int or not 0 <= index < 128:
-            raise ProtocolError("a message has a torch.device with a number that can't be")
-        return torch.device(item[1], index)
-
-    def _dataclass(self, item: list[Any], depth: int) -> Any:
-        kind = _find(item[1] if len(item) > 1 else None, "dataclass")
-        fields = exposed.fields_of(kind) if isinstance(kind, type) else None
-        if fields is None:
-            raise ProtocolError(f"a message has a {item[1]!r:.100}, which is no dataclass here")
-        count = len(fields)
-        if len(item) != 2 + 2 * count or tuple(item[2 : 2 + count]) != fields:
-            raise ProtocolError(f"a message has a {kind.__qualname__} with other fields than {', '.join(fields)}")
-        values = [self.read(item[at], depth) for at in range(2 + count, len(item))]
-        try:
-            return kind(**dict(zip(fields, values, strict=True)))
-        except Exception as error:
-            raise ProtocolError(f"{kind.__qualname__} refused what a message has for it: {error}") from error
-
-    def _reference(self, item: list[Any], depth: int) -> Any:
-        (place,) = _of_kinds(item, int)
-        for rebuild in codec.reference_kinds.values():
-            if place >= 0:
-                try:
-                    return rebuild(place)
-                except IndexError:
-                    break
-        raise ProtocolError("a message has a reference that did not come with it")
-
-    def _exposed(self, item: list[Any], depth: int) -> Any:
-        return _find(item[1] if len(item) == 2 else None, "function or class")
-
-
-_READERS: list[Callable[[_Reader, list[Any], int], Any]] = [
-    _Reader._all, _Reader._tuple, _Reader._dict, _Reader._set, _Reader._frozenset, _Reader._int, _Reader._complex,
-    _Reader._bytearray, _Reader._dense, _Reader._again, _Reader._coo, _Reader._csr, _Reader._size, _Reader._dtype,
-    _Reader._device, _Reader._dataclass, _Reader._reference, _Reader._exposed,
-]  # fmt: skip
-
-
-def _of_kinds(item: list[Any], *kinds: type) -> list[Any]:
-    """What follows the tag, if it is just of these types."""
-    rest = item[1:]
-    if tuple(map(type, rest)) != kinds:
-        raise ProtocolError(f"a message has something of kind {item[0]} that makes no sense")
-    return rest
-
-
-def _hashed(make: Callable[[], Any]) -> Any:
-    try:
-        return make()
-    except (TypeError, ValueError) as error:
-        raise ProtocolError(f"a message has a set or dict that can't be: {error}") from error
-
-
-def _find(name: Any, what: str) -> Any:
-    found = exposed.find(name) if type(name) is bytes else None
-    if found is None:
-        shown = name.decode(errors="replace") if type(name) is bytes else repr(name)
-        raise NotExposedError(
-            f"A message names a {what} {shown[:200]!r}, which is not exposed on the worker that it came to. Expose it "
-            "there with farprop.rpc.expose."
-        )
-    return found
-
-
 def _unpack(meta: bytes | bytearray | memoryview) -> Any:
     if len(meta) > MAX_META:
         raise ProtocolError(f"a message has {len(meta)} bytes besides its tensors, and the limit is {MAX_META}")
@@ -390,13 +248,13 @@ def decode_call(
     if type(whole) is not list:
         raise ProtocolError("a message has no arguments")
     if flags & PLAIN:
-        if _ATOMS.issuperset(map(type, whole)):
+        if ATOMS.issuperset(map(type, whole)):
             return whole, {}
-        read = _Reader(buffers).read
+        read = Reader(buffers).read
         return [read(item) for item in whole], {}
     if len(whole) != 2 or type(whole[0]) is not list or type(whole[1]) is not list:
         raise ProtocolError("a message has no arguments")
-    read = _Reader(buffers).read
+    read = Reader(buffers).read
     args = [read(item) for item in whole[0]]
     names, values = whole[1][::2], [read(item) for item in whole[1][1::2]]
     if len(names) != len(values) or not all(type(name) is str for name in names):
@@ -407,7 +265,7 @@ def decode_call(
 def decode_value(meta: bytes | bytearray | memoryview, buffers: Sequence[Any], flags: int) -> Any:
     """What ``encode_value`` took."""
     whole = _unpack(meta)
-    return whole if type(whole) in _ATOMS else _Reader(buffers).read(whole)
+    return whole if type(whole) in ATOMS else Reader(buffers).read(whole)
 
 
 def refuse(*_: Any) -> Any:
