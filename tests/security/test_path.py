@@ -17,6 +17,9 @@ import torch.distributed as dist
 
 import farprop.distributed  # noqa: F401 - it has the backend
 import farprop.rpc as rpc
+from farprop.distributed.native import joining
+from farprop.protocol.roster import Identity
+from farprop.runtime.dialling import Dialling
 from farprop.wire.frames import REQUEST, pack
 from tests.calls import functions as f
 from tests.security.attackers import (
@@ -149,6 +152,18 @@ def test_a_relay_that_ends_tls_on_both_sides_is_found_out() -> None:
             job.shutdown()
 
 
+def test_a_dial_that_is_led_to_another_worker_is_refused(tcp: dict[str, str]) -> None:
+    """Also to the one that dials: then all that it says comes back to itself."""
+    with cluster(3, tcp) as job:
+        addresses = [job.run(rank, own_entry).tcp for rank in range(3)]
+        for rank in (0, 2):
+            job.run(0, redirect, {addresses[1]: addresses[rank]})
+            said = job.run(0, call_or_say, "worker1")
+            assert re.match(rf'SomebodyElse: .*its address belongs to \["worker{rank}"', said), said
+        job.run(0, redirect, {})
+        assert job.run(0, call_or_say, "worker1") == 2
+
+
 def _answer_plainly(where: str, _: int, data: bytes) -> bytes:
     return b"FARPROP\n\2\0" + os.urandom(32) if where == "back" else data
 
@@ -276,6 +291,27 @@ def test_who_swaps_what_a_group_sends_breaks_it() -> None:
             said = [job.run(1, _reduce_or_say, 1), other.result()]
             assert all(re.match("RankLostError|CollectiveError", text) for text in said), said
             assert "altered on its way" in said[0]
+
+
+def _join_with_another_rank(rank: int) -> str:
+    """Its entry in the store is right; what it says when it dials is not."""
+
+    def dialling(identity: Identity, *args: Any) -> Dialling:
+        return Dialling(identity._replace(rank=5), *args)
+
+    joining.Dialling = dialling  # type: ignore[misc, assignment]
+    return _join(rank)
+
+
+def test_a_wrong_rank_with_the_right_key_is_refused_by_a_group(tcp: dict[str, str]) -> None:
+    store = Store()
+    with processes(2, {**store.environment, **tcp}, check=False) as job:
+        first = job.start(0, _join, 0)
+        said = job.run(1, _join_with_another_rank, 1)
+        assert "AuthenticationError: The worker we dialled refuses us: rank1 is not one that dials rank 0" in said
+        job.signal(0, 9)
+        with pytest.raises(Exception, match="SIGKILL"):
+            first.result()
 
 
 def test_a_relay_in_the_path_of_a_group_is_found_out() -> None:
