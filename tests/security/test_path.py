@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,36 @@ def test_who_listens_to_a_group_reads_nothing(tcp: dict[str, str]) -> None:
             for end in ends:
                 end.result()
         assert (MARKER.encode() in proxy.recorded["back"]) == (tcp["FARPROP_TLS"] == "0")
+
+
+class Slicer(Proxy):
+    """Lets everything through, in small pieces and slowly."""
+
+    def carry(self, dialler: Any, listener: Any) -> None:
+        for sock in (dialler, listener):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        super().carry(_Sliced(dialler), _Sliced(listener))
+
+
+class _Sliced:
+    def __init__(self, sock: socket.socket) -> None:
+        self.fileno, self.recv, self._sock = sock.fileno, sock.recv, sock
+
+    def sendall(self, data: bytes) -> None:
+        for at in range(0, len(data), 7):
+            self._sock.sendall(data[at : at + 7])
+            time.sleep(0.005)  # so that each piece arrives by itself
+
+
+def test_a_group_is_made_over_a_slow_path() -> None:
+    store = Store()
+    with processes(2, {**store.environment, "FARPROP_TRANSPORT": "tcp"}) as job:
+        proxy = _lead_group_through(job, store, Slicer)
+        with closing_all(proxy):
+            assert (job.run(1, _join, 1), job.first.result()) == ("", "")  # type: ignore[attr-defined]
+            ends = [job.start(rank, _destroy) for rank in range(2)]
+            for end in ends:
+                end.result()
 
 
 def test_who_swaps_what_a_group_sends_breaks_it() -> None:

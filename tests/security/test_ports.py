@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import socket
 import threading
@@ -17,8 +18,9 @@ from farprop.protocol.roster import Entry, Identity
 from farprop.protocol.signing import CALLS, Keys
 from farprop.runtime.current import current_agent
 from farprop.runtime.dialling import Dialling, Unresponsive
+from farprop.transport.tls import Certificates, TlsSocket
 from tests.calls import functions as f
-from tests.support.peers import dial_as, own_entry, own_keys
+from tests.support.peers import dial_as, hangs_up, own_entry, own_keys
 from tests.support.workers import cluster
 
 SLOW = 1500
@@ -124,3 +126,38 @@ def test_a_listener_that_trickles_holds_a_dial_no_longer_than_its_deadline(kind:
         with pytest.raises(Unresponsive, match="does not answer"):
             dialling.dial(listener.entry, time.monotonic() + 1.0)
     assert listener.was_cut  # while it had thousands of bytes left
+
+
+def _key_updates(tls: TlsSocket, count: int) -> bytes:
+    """What a peer sends that asks for new keys so often. Python can't; OpenSSL can."""
+    with open("/proc/self/maps") as maps:
+        paths = [line.split()[-1] for line in maps if "libssl" in line]
+    if not paths:
+        pytest.skip("OpenSSL is not a library of its own here")
+    openssl = ctypes.CDLL(paths[0])
+    # The connection is behind the object's head and one pointer, in all CPythons so far.
+    connection = ctypes.c_void_p.from_address(id(tls._tls._sslobj) + 24)
+    for _ in range(count):
+        if openssl.SSL_key_update(connection, 1) != 1:
+            pytest.skip("this OpenSSL, or this Python, is not what it seems")
+        openssl.SSL_do_handshake(connection)
+    return bytes(tls._outgoing.read())
+
+
+def test_a_stranger_that_asks_for_new_keys_for_ever_is_dropped() -> None:
+    """TLS asks for no secret, and each time costs the worker time and memory."""
+    with cluster(2, {"FARPROP_TRANSPORT": "tcp"}) as job:
+        with socket.create_connection(job.run(0, own_entry).tcp) as sock:
+            sock.settimeout(20)
+            tls = Certificates(None).dial(sock)
+            is_made, to_send = tls.handshake(b"")
+            while not is_made:
+                sock.sendall(to_send)
+                is_made, to_send = tls.handshake(sock.recv(1 << 16))
+            try:
+                sock.sendall(to_send + _key_updates(tls, 20_000))
+            except ConnectionError:
+                pass
+            assert hangs_up(sock)
+        assert job.run(0, _unproven) == 0
+        assert job.run(1, rpc.rpc_sync, "worker0", f.add, (1,)) == 2

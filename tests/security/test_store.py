@@ -188,6 +188,22 @@ def test_nonsense_in_the_store_is_a_rendezvous_error(name: str, value: bytes, sa
         assert says in said
 
 
+def test_counters_that_are_no_numbers() -> None:
+    """The store itself hangs up on whoever counts with them."""
+    attacked = Store()
+    attacked.store.set("rpc_prefix_0/places", "x")
+    with processes(1, attacked.environment, check=False) as job:
+        assert "The store failed at 'places'" in job.run(0, _in_a_dynamic_group, 0)
+    attacked = Store()
+    attacked.store.set("rpc_prefix_0/seen", "x")
+    with processes(2, attacked.environment, check=False) as job:
+        second = job.start(1, start_or_say, 1)
+        assert (job.run(0, start_or_say, 0), second.result()) == ("", "")
+        assert job.run(0, rpc.rpc_sync, "worker1", f.add, (1,)) == 2
+        for rank in range(2):
+            job.run(rank, _shut_down)
+
+
 def test_the_store_does_not_say_the_secret() -> None:
     """Neither itself, nor anything that is the same in two jobs with the same secret."""
     secret = "8f14e45fceea167a5a36dedd4bea2543"

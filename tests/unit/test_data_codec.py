@@ -502,3 +502,18 @@ def test_failures_are_rebuilt_from_a_table_alone() -> None:
 @pytest.mark.parametrize("name", ["os.system", "builtins.SystemExit", "builtins.print", "farprop.errors.copy", "x", ""])
 def test_a_failure_names_nothing_but_exceptions(name: str) -> None:
     assert type(decode_failure(pack((name, "echo", [], "worker1")))) is RemoteError
+
+
+@pytest.mark.parametrize("kind", [set, frozenset, dict.fromkeys])
+def test_keys_that_were_made_to_have_the_same_hash(kind: Any) -> None:
+    """They would take hours to put into a dict, in which nothing else runs."""
+    prime = (1 << 61) - 1
+    for number in (prime * i for i in range(3)):
+        assert hash(number) == 0
+    few = kind([prime * i for i in range(50)])
+    assert decode_value(encode_value(few).meta, [], 0) == few
+    many = kind([prime * i for i in range(1500)])
+    with pytest.raises(ProtocolError, match="the same hash"):
+        decode_value(encode_value(many).meta, [], 0)
+    honest = kind(range(100_000))
+    assert decode_value(encode_value(honest).meta, [], 0) == honest

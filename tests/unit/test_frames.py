@@ -155,3 +155,18 @@ def test_a_length_over_the_cap_is_refused_before_anything_is_allocated(monkeypat
     monkeypatch.setattr(frames, "room_for", no_room)
     with pytest.raises(ProtocolError, match="larger than FARPROP_MAX_MESSAGE_BYTES"):
         feed(reader, bytes(data), [4096])
+
+
+def test_many_small_frames_with_buffers_in_one_read() -> None:
+    """As many as fit: none of them waits for the one behind it."""
+    data = b"".join(pack(REQUEST, 0, i, 0.0, b"", b"", [(1, 0)]) + bytes([i % 256]) for i in range(1300))
+    reader = FrameReader(1 << 20)
+    found: list[Frame] = []
+    at = 0
+    while at < len(data):
+        target = reader.target()
+        count = min(len(target), len(data) - at)
+        target[:count] = data[at : at + count]
+        at += count
+        found += reader.received(count)
+    assert [(frame.call_id, bytes(frame.buffers[0])) for frame in found] == [(i, bytes([i % 256])) for i in range(1300)]

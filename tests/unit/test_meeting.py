@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import functools
 import json
 import os
@@ -202,6 +203,36 @@ def test_secrets_that_nobody_uses_any_more_are_removed(tmp_path: Path, monkeypat
         assert sorted(left_over.file.parent.iterdir()) == sorted([used.file, newer.file])
 
 
+def test_a_left_over_secret_that_another_worker_replaces_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is looked at, removed and made again by the other one, and then locked: what has its name now must stay."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    left_over = FoundSecret("job", alone)
+    os.close(left_over._descriptor)
+    left_over._descriptor = -1
+    flock, others = fcntl.flock, list[FoundSecret]()
+
+    def after_the_other(descriptor: int, how: int) -> None:
+        if how & fcntl.LOCK_EX and not others:
+            monkeypatch.setattr(fcntl, "flock", flock)
+            others.append(FoundSecret("job", alone))
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", after_the_other)
+    with closing(FoundSecret("job", alone)) as own, closing(others[0]) as other:
+        assert own.text == other.text != left_over.text
+
+
+@pytest.mark.parametrize("place", ["missing", "file"])
+def test_a_runtime_directory_that_can_t_be_used(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if place == "file":
+        (tmp_path / place).touch()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / place))
+    with closing(FoundSecret("job", alone)) as found:
+        assert str(found.file).startswith(tempfile.gettempdir())
+
+
 def test_a_directory_that_somebody_else_has_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes first makes another one and says its name; others believe it only if it is theirs alone."""
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
@@ -222,6 +253,7 @@ def test_a_directory_that_somebody_else_has_taken(tmp_path: Path, monkeypatch: p
 
 
 def test_given_secrets(tmp_path: Path) -> None:
+    find_secret(Settings(secret=os.fsdecode(os.urandom(40).replace(b"\0", b"x"))), "job", alone)  # bytes of any kind
     good = "5f2e" + "0123456789abcdef" * 2 + "77"
     a = find_secret(Settings(secret=good), "job", alone)
     assert a.key == find_secret(Settings(secret=good + "\n"), "another job", alone).key

@@ -16,6 +16,7 @@ from farprop.transport import sockets
 from farprop.transport.tls import Certificates, Stream, TlsSocket
 
 _UNIX, _TCP = b"unix", b"tcp"
+_ATTEMPTS = 4
 
 
 class SomebodyElse(ConnectionLostError):
@@ -24,6 +25,14 @@ class SomebodyElse(ConnectionLostError):
 
 class Unresponsive(ConnectionLostError):
     """The worker accepts connections and does not answer: it is stopped, or very busy."""
+
+
+class _CutShort(ConnectionLostError):
+    """The connection was made, and closed before it was known with whom."""
+
+
+class _Unanswered(AuthenticationError):
+    """The other end heard our proof, and closed the connection."""
 
 
 class Dialling:
@@ -65,16 +74,33 @@ class Dialling:
     def dial(self, entry: Entry, deadline: float) -> Stream:
         try:
             return self._dial(entry, deadline)
+        except _Unanswered as error:
+            raise AuthenticationError(str(error)) from error
         except ConnectionLostError as error:
-            raise type(error)(
+            kind = ConnectionLostError if isinstance(error, _CutShort) else type(error)
+            raise kind(
                 f"Can't reach {entry.name} ({entry.host}, pid {entry.pid}): {error}. It has shut down or died, or the "
                 "network is cut."
             ) from error
 
     def _dial(self, entry: Entry, deadline: float) -> Stream:
+        for attempt in range(1, _ATTEMPTS):
+            pause = 0.05 * attempt
+            try:
+                return self._dial_once(entry, deadline)
+            except (_CutShort, _Unanswered):
+                # A worker that many strangers dial drops those that wait. One that has ended can't be connected to.
+                if time.monotonic() + pause > deadline:
+                    raise
+            time.sleep(pause)
+        return self._dial_once(entry, deadline)
+
+    def _dial_once(self, entry: Entry, deadline: float) -> Stream:
         sock = sockets.connect(entry, self._is_near(entry), deadline)
         try:
             stream = self._prove(entry, sock, deadline)
+            if isinstance(stream, TlsSocket):
+                stream.know_peer()
             sockets.make_ready(stream)
             return stream
         except ConnectionLostError:
@@ -82,7 +108,8 @@ class Dialling:
             raise
         except OSError as error:
             sock.close()
-            raise ConnectionLostError(f"can't connect: {error}") from error
+            kind = _CutShort if isinstance(error, ConnectionError) else ConnectionLostError
+            raise kind(f"can't connect: {error}") from error
         except BaseException:
             sock.close()
             raise
@@ -106,9 +133,9 @@ class Dialling:
                 stream.sendall(to_send)
             data = _receive(stream, deadline)
             if not data and machine.state != CHALLENGE:
-                raise ConnectionLostError("it closed the connection before it answered")
+                raise _CutShort("it closed the connection before it answered")
             if not data:
-                raise AuthenticationError(
+                raise _Unanswered(
                     f"{entry.name} closed the connection during the handshake: it does not know this job's secret, or "
                     "somebody in between has changed or relayed what was sent. All workers need the same "
                     "FARPROP_SECRET."

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from farprop.errors import AuthenticationError, ConnectionLostError, FarpropError, ProtocolError
-from farprop.protocol.handshake import PROVEN, READY, Listener
+from farprop.protocol.handshake import HELLO, PROVEN, READY, Listener
 from farprop.protocol.roster import Identity
 from farprop.runtime.loop import IN, Loop
 from farprop.runtime.sparing import SparingLog
@@ -37,6 +38,12 @@ class Unproven:
         self._tls = tls
         self._is_encrypted = False  # when its TLS is made
         self._received = 0
+        self.address = sock.getpeername()[0] if sock.family != socket.AF_UNIX else ""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has said something that makes sense."""
+        return self._is_encrypted or (self._tls is None and self._machine.state != HELLO)
 
     @property
     def stream(self) -> Stream:
@@ -44,6 +51,7 @@ class Unproven:
 
     def on_events(self, _: int) -> None:
         try:
+            self._check_amount()
             while True:
                 data = self._receive()
                 if data:
@@ -56,7 +64,13 @@ class Unproven:
             self._door.refuse(self, str(error))
             return
         if self.peer is not None:
+            if self._tls is not None:
+                self._tls.know_peer()
             self._door.admit(self, self.peer)
+
+    def _check_amount(self) -> None:
+        if self._received + (0 if self._tls is None else self._tls.received_bytes) > _MAX_RECEIVED:
+            raise ProtocolError("it sent too much before it proved itself")
 
     def _receive(self) -> bytes:
         """What the peer says, without TLS's own words; nothing if it was only those."""
@@ -64,11 +78,9 @@ class Unproven:
             data = self._tls.recv(_READ)
         else:
             data = self.sock.recv(_READ)
+            self._received += len(data)
         if not data:
             raise ConnectionLostError("it went away")
-        self._received += len(data)
-        if self._received > _MAX_RECEIVED:
-            raise ProtocolError("it sent too much before it proved itself")
         if self._tls is not None and not self._is_encrypted:
             try:
                 self._is_encrypted, to_send = self._tls.handshake(data)
@@ -139,19 +151,25 @@ class Door:
                 self._loop.set_alarm(self._deaf_until)
                 return
             if len(self._unproven) >= _MAX_UNPROVEN_PEERS:
-                # The oldest and not the newest: a worker proves itself within milliseconds, so a flood of others can't
-                # keep it out.
-                self.refuse(next(iter(self._unproven.values())), "too many peers have not proved themselves")
+                self.refuse(self._least_promising(), "too many peers have not proved themselves")
             sock.setblocking(False)
             try:
                 unproven = Unproven(self, sock, *self._accepted(sock))
-            except FarpropError as error:
+            except Exception as error:  # whatever it is, others still want to come in
                 self._refusals.warning("refused a connection to %s: %s", self._worker, error)
                 sock.close()
                 continue
             self._unproven[sock.fileno()] = unproven
             self._loop.add(sock.fileno(), IN, unproven.on_events)
             self._loop.set_alarm(unproven.deadline)
+
+    def _least_promising(self) -> Unproven:
+        """Of those from the address that most come from, the oldest that has not even made TLS, or the oldest: a worker
+        proves itself within a few round trips, so a flood of others from elsewhere does not keep it out.
+        """
+        crowd, _ = Counter(unproven.address for unproven in self._unproven.values()).most_common(1)[0]
+        candidates = [unproven for unproven in self._unproven.values() if unproven.address == crowd]
+        return next((unproven for unproven in candidates if not unproven.has_begun), candidates[0])
 
     def refuse(self, unproven: Unproven, why: str) -> None:
         self._refusals.warning("refused a connection to %s: %s", self._worker, why)

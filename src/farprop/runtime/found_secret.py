@@ -71,14 +71,20 @@ def check_directory() -> None:
 
 def _usual_directory() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(runtime, "farprop") if runtime else Path(tempfile.gettempdir(), f"farprop-{os.geteuid()}")
+    # After `su` or `sudo -E` it may be another user's, and in a container it may not be there.
+    if runtime and os.access(runtime, os.W_OK | os.X_OK):
+        return Path(runtime, "farprop")
+    return Path(tempfile.gettempdir(), f"farprop-{os.geteuid()}")
 
 
 def _usable(directory: Path) -> bool:
     """Whether this is a directory of this user alone; it is made if there is none. False if somebody else has it."""
-    with suppress(FileExistsError):
-        directory.mkdir(mode=0o700)
-    facts = directory.lstat()
+    try:
+        with suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+        facts = directory.lstat()
+    except OSError as error:
+        raise UsageError(f"The job's secret can't be kept in {directory}: {error}. Set FARPROP_SECRET.") from error
     if facts.st_uid != os.geteuid():
         return False
     if not stat.S_ISDIR(facts.st_mode) or facts.st_mode & 0o077:
@@ -128,7 +134,9 @@ def _remove_left_over(directory: Path) -> None:
     for path in directory.glob(f"*{_SUFFIX}*"):
         with suppress(OSError), _opened(path, os.O_RDONLY) as (descriptor,):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
+            # Another worker may have removed it meanwhile, and made the one that has its name now.
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                path.unlink()
 
 
 def _read_or_make(path: Path) -> tuple[int, bytes]:

@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -19,14 +19,65 @@ import torch.distributed as dist
 from farprop.errors import RendezvousError
 from farprop.protocol.roster import Entry, different_secrets, judge, verdict_from_json, verdict_to_json
 from farprop.protocol.signing import Keys, Unsigned, unsigned_text
+from farprop.runtime.sparing import SparingLog
 
 _log = logging.getLogger("farprop.agent")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 _GONE = b"gone"
-_MAX_GAP = 256  # places in a row that nobody took: whoever counted them is none of us
+_MAX_GAP = 4096  # places in a row that no worker took: whoever counted them is none of us
 _JOB = re.compile("[0-9a-f]{32}")
+_MISSING = "missing"
 MIXED = "RPC group mixes statically and dynamically initialized members which is not supported."
+
+
+class _Store:
+    """A store that says what it failed at. Nothing here waits for a key."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        with _naming(key):
+            self._store.set(key, value)
+
+    def set_first(self, key: str, value: str) -> bytes:
+        """Set a key if nobody has, and return what it is."""
+        with _naming(key):
+            found: Any = self._store.compare_set(key, "", value)
+        return found if isinstance(found, bytes) else str(found).encode()
+
+    def get(self, key: str) -> bytes:
+        """What a key is that was there a moment ago. The store's own way to get it waits for minutes if it is gone."""
+        with _naming(key):
+            found: Any = self._store.compare_set(key, _MISSING, _MISSING)
+        value = found if isinstance(found, bytes) else str(found).encode()
+        if value == _MISSING.encode():
+            raise RendezvousError(f"{key!r} was removed from the store. Who else can write to it?")
+        return value
+
+    def has(self, keys: list[str]) -> bool:
+        with _naming(keys[0] if keys else ""):
+            return bool(self._store.check(keys))
+
+    def count(self, key: str, step: int = 0) -> int:
+        with _naming(key):
+            return int(self._store.add(key, step))
+
+    def remove(self, key: str) -> None:
+        with _naming(key):
+            self._store.delete_key(key)
+
+
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RendezvousError(
+            f"The store failed at {key!r}. It has ended, can't be reached, or somebody has put something into it that does "
+            f"not belong there. It says: {error}"
+        ) from error
 
 
 def job_of(store: dist.Store) -> str:
@@ -39,7 +90,7 @@ def job_of(store: dist.Store) -> str:
 
 def agree(store: dist.Store, name: str, value: str) -> str:
     """What the first worker that asked proposed under this name. Nobody signed it."""
-    return _value(store, name, value).decode(errors="replace")
+    return _Store(store).set_first(name, value).decode(errors="replace")
 
 
 def host_of(store: Any) -> str | None:
@@ -50,7 +101,7 @@ def host_of(store: Any) -> str | None:
 
 
 def meet(
-    store: dist.Store,
+    given: dist.Store,
     keys: Keys,
     own: Entry,
     timeout: float,
@@ -61,7 +112,8 @@ def meet(
 
     ``call`` is what everybody calls to come here, and ``more_time`` what makes it wait longer: for the error.
     """
-    if _value(store, "kind", "static") != b"static":
+    store = _Store(given)
+    if store.set_first("kind", "static") != b"static":
         raise RendezvousError(f"{MIXED} Pass world_size on all workers or on none.")
     _claim(store, keys, f"claim/{own.rank}", own, f"Rank {own.rank} is taken already")
     deadline = time.monotonic() + timeout
@@ -69,7 +121,7 @@ def meet(
     if own.rank == 0:
         entries = [own]
         names = [f"worker/{rank}" for rank in range(1, own.world_size)]
-        if _await(lambda: store.check(names), deadline):
+        if _await(lambda: store.has(names), deadline):
             try:
                 entries += [_read_entry(store, keys, own, name) for name in names]
                 problem = _misplaced(entries) or judge(entries)
@@ -78,18 +130,19 @@ def meet(
         else:
             problem = _missing(store, own.world_size, timeout, call, more_time)
         store.set("verdict", keys.sign("verdict", verdict_to_json(entries, problem)))
-    elif not _await(lambda: store.check(["verdict"]), deadline + 1.0):
+    elif not _await(lambda: store.has(["verdict"]), deadline + 1.0):
         raise RendezvousError(_missing(store, own.world_size, timeout, call, more_time))
     try:
         return _read_verdict(store, keys, own)
     finally:
-        store.add("seen", 1)
-        if own.rank == 0:
-            # Rank 0 often carries the store: it must not leave before all have read the verdict.
-            _await(lambda: store.add("seen", 0) >= own.world_size, min(deadline, time.monotonic() + 10.0) + 1.0)
+        with suppress(RendezvousError):
+            store.count("seen", 1)
+            if own.rank == 0:
+                # Rank 0 often carries the store: it must not leave before all have read the verdict.
+                _await(lambda: store.count("seen") >= own.world_size, min(deadline, time.monotonic() + 10.0) + 1.0)
 
 
-def _read_entry(store: dist.Store, keys: Keys, own: Entry, name: str) -> Entry:
+def _read_entry(store: _Store, keys: Keys, own: Entry, name: str) -> Entry:
     value = store.get(name)
     try:
         return Entry.from_json(keys.read(name, value))
@@ -102,11 +155,11 @@ def _misplaced(entries: list[Entry]) -> str | None:
     return f"'worker/{wrong[0]}' in the store is the entry of rank {entries[wrong[0]].rank}." if wrong else None
 
 
-def _read_verdict(store: dist.Store, keys: Keys, own: Entry) -> list[Entry]:
+def _read_verdict(store: _Store, keys: Keys, own: Entry) -> list[Entry]:
     try:
         entries = verdict_from_json(keys.read("verdict", store.get("verdict")))
     except Unsigned as error:
-        if own.rank != 0 and store.check(["worker/0"]):
+        if own.rank != 0 and store.has(["worker/0"]):
             _read_entry(store, keys, own, "worker/0")  # says so if rank 0 has another secret
         raise RendezvousError(str(error)) from error
     if len(entries) != own.world_size or _misplaced(entries) or entries[own.rank] != own:
@@ -120,7 +173,8 @@ class Places:
     """The list of a dynamic group's workers. Who was seen to be gone does not come back to its place."""
 
     def __init__(self, store: dist.Store, keys: Keys, own: Entry) -> None:
-        self._store = store
+        self._store = _Store(store)
+        self._doubts = SparingLog(_log)
         self._keys = keys
         self._own = own
         self._known: dict[int, Entry] = {}
@@ -130,7 +184,7 @@ class Places:
     def enter(self) -> None:
         """Join the group."""
         store, own = self._store, self._own
-        if _value(store, "kind", "dynamic") != b"dynamic":
+        if store.set_first("kind", "dynamic") != b"dynamic":
             raise RendezvousError(f"{MIXED} This group was started with a world_size; pass the same here.")
         _claim(store, self._keys, f"name/{own.name}", own, f"Worker name {own.name!r} is not unique: it is taken")
         _claim(store, self._keys, f"id/{own.rank}", own, f"Rank {own.rank} is taken already")
@@ -140,17 +194,25 @@ class Places:
             if problem is not None:
                 raise RendezvousError(problem)
         except RendezvousError:
-            self._release()
+            with suppress(RendezvousError):
+                self._release()
             raise
-        self._place = int(store.add("places", 1))
+        self._place = store.count("places", 1)
         self._publish(own.to_json())
 
     def members(self, strict: bool = False) -> dict[str, Entry]:
         """Who is in the group now. What was not signed is left out with a warning; it is an error if ``strict``."""
         with self._believing_nothing(strict):
-            for place in self._taken():
+            gap = 0
+            for place in range(1, self._store.count("places") + 1):
+                if place in self._gone:
+                    continue
+                gap += 1
                 with self._believing_nothing(strict):
-                    self._read(place, f"place/{place}")
+                    if self._store.has([f"place/{place}"]) and self._read(place, f"place/{place}"):
+                        gap = 0
+                if gap > _MAX_GAP:
+                    raise RendezvousError("'places' in the store counts more workers than have come: somebody set it.")
         return {entry.name: entry for entry in self._known.values()}
 
     @contextmanager
@@ -160,23 +222,10 @@ class Places:
         except RendezvousError as error:
             if strict:
                 raise
-            _log.warning("%s does not believe what the store says: %s", self._own.name, error)
+            self._doubts.warning("%s does not believe what the store says: %s", self._own.name, error)
 
-    def _taken(self) -> Iterator[int]:
-        """Places that somebody has taken and was not seen to leave."""
-        gap = 0
-        for place in range(1, int(self._store.add("places", 0)) + 1):
-            if place in self._gone:
-                continue
-            if self._store.check([f"place/{place}"]):
-                gap = 0
-                yield place
-                continue
-            gap += 1
-            if gap > _MAX_GAP:
-                raise RendezvousError("'places' in the store counts more workers than have come: somebody set it.")
-
-    def _read(self, place: int, name: str) -> None:
+    def _read(self, place: int, name: str) -> bool:
+        """Whether a worker of this job wrote it."""
         value = self._store.get(name)
         try:
             text = self._keys.read(name, value)
@@ -184,12 +233,15 @@ class Places:
             text = unsigned_text(value)
             if text != _GONE or place in self._known:
                 raise RendezvousError(different_secrets(self._own, text, name)) from error
-            # Somebody who left before the workers that are there now found their secret.
+            # Most likely of somebody who left before the workers that are there now found their secret.
+            _log.info("%s: %r says that its worker is gone, and another secret signed it", self._own.name, name)
+            return False
         if text == _GONE:
             self._gone.add(place)
             self._known.pop(place, None)
         else:
             self._known[place] = Entry.from_json(text)
+        return True
 
     def leave(self) -> bool:
         """Leave the group; True for the last one."""
@@ -203,18 +255,12 @@ class Places:
 
     def _release(self) -> None:
         for key in (f"name/{self._own.name}", f"id/{self._own.rank}"):
-            self._store.delete_key(key)
+            self._store.remove(key)
 
 
-def _value(store: dist.Store, key: str, value: str) -> bytes:
-    """Set a key if nobody has, and return what it is."""
-    found: Any = store.compare_set(key, "", value)
-    return found if isinstance(found, bytes) else str(found).encode()
-
-
-def _claim(store: dist.Store, keys: Keys, key: str, own: Entry, taken: str) -> None:
+def _claim(store: _Store, keys: Keys, key: str, own: Entry, taken: str) -> None:
     claim = f"{own.instance} by a process on {own.host} (pid {own.pid})"
-    value = _value(store, key, keys.sign(key, claim))
+    value = store.set_first(key, keys.sign(key, claim))
     try:
         holder = keys.read(key, value)
     except Unsigned:
@@ -226,8 +272,8 @@ def _claim(store: dist.Store, keys: Keys, key: str, own: Entry, taken: str) -> N
         raise RendezvousError(f"{taken} {shown}. Give each worker its own name and rank.")
 
 
-def _missing(store: dist.Store, world_size: int, timeout: float, call: str, more_time: str) -> str:
-    absent = [rank for rank in range(world_size) if not store.check([f"worker/{rank}"])]
+def _missing(store: _Store, world_size: int, timeout: float, call: str, more_time: str) -> str:
+    absent = [rank for rank in range(world_size) if not store.has([f"worker/{rank}"])]
     if not absent:
         return f"All {world_size} workers came, but rank 0 did not answer within {timeout:.0f} s."
     ranks = ", ".join(map(str, absent))

@@ -80,7 +80,7 @@ def find_secret(settings: Settings, job: str, agree: Callable[[str, str], str]) 
 
 def _given(settings: Settings) -> tuple[bytes, str] | None:
     if settings.secret is not None:
-        return settings.secret.encode().strip(), "FARPROP_SECRET"
+        return os.fsencode(settings.secret).strip(), "FARPROP_SECRET"
     if settings.secret_file is not None:
         return _read_given_file(settings.secret_file).strip(), "FARPROP_SECRET_FILE"
     return None

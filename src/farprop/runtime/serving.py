@@ -188,7 +188,12 @@ class Server:
         now = _now()
         for frame in frames:
             if frame.kind == REQUEST:
-                if frame.flags & SYSTEM and self._may_be_system is not None and not self._may_be_system(frame.name):
+                may_be_system = self._may_be_system
+                if (
+                    may_be_system is not None
+                    and frame.flags & SYSTEM
+                    and (frame.flags & FORKS or not may_be_system(frame.name))
+                ):
                     frame.flags &= ~SYSTEM
                 self._count(frame.flags, 1)
                 late = now + frame.seconds if frame.seconds else 0.0
@@ -289,6 +294,8 @@ class Server:
             self._measure_gil(self.gil_waits)
         settings = None
         try:
+            if self._vet is not None:
+                self._resolve(name)  # arguments of what is not exposed are not worth reading
             if flags & CONTEXT:
                 function, args, kwargs, settings = self._decode_in_context(reply, frame)
             elif frame.arrivals is not None:

@@ -14,7 +14,7 @@ from farprop.errors import AuthenticationError, ConnectionLostError, UsageError
 from farprop.transport.tls import Stream
 
 HAVE_UNIX = sys.platform == "linux"  # abstract names and memfd
-_BACKLOG = 512
+_BACKLOG = 4096
 _SIOCGIFADDR = 0x8915
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 

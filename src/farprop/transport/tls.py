@@ -7,7 +7,8 @@ TLS, too, and a thread that encrypts never waits for the network. Rules that hol
 - A send takes whole pieces of at most ``_PIECE`` bytes. Of the last one, what the system has not taken is kept in
   ``unsent``, and goes out first: by the next send, or by ``flush`` when the socket is writable.
 - What was received is decrypted before the socket is read again. While ``has_more``, the socket may stay silent.
-- What was altered on its way is a ``ProtocolError``.
+- What was altered on its way is a ``ProtocolError``. So is a peer that asks for new keys again and again, which costs
+  time and memory.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from farprop.errors import ProtocolError, UsageError
 
 _PIECE = 256 << 10
 _RECORD = 16 << 10
+_STRANGERS_PIECE = 4 << 10
+_MOST_ANSWERS = 4 << 10  # bytes that TLS wants to say by itself
 
 
 class TlsSocket:
@@ -35,6 +38,8 @@ class TlsSocket:
         self.family = sock.family
         self.unsent: Any = b""
         self.has_more = False
+        self.received_bytes = 0  # before the peer was known
+        self._is_known = False
         self._sock = sock
         self._lock = threading.Lock()
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -57,6 +62,10 @@ class TlsSocket:
     def last_words(self) -> bytes:
         """What to send to a peer with which no connection could be made: TLS's reason."""
         return self._outgoing.read()
+
+    def know_peer(self) -> None:
+        """The peer has proved who it is: from now on large pieces are read from it."""
+        self._is_known = True
 
     def peer_channel(self) -> bytes:
         """The channel of a connection to the listener whose certificate was shown."""
@@ -118,10 +127,11 @@ class TlsSocket:
         incoming, tls = self._incoming, self._tls
         data: Any = b""
         if not self.has_more:
-            buffer = _received.buffer
+            buffer = _received.buffer if self._is_known else _received.small
             received = self._sock.recv_into(buffer, 0, flags)
             if not received:
                 return 0
+            self.received_bytes += received
             data = buffer[:received]
         count, size = 0, len(target)
         try:
@@ -141,6 +151,8 @@ class TlsSocket:
             raise ProtocolError(f"what it sent was altered on its way, or is no TLS ({_reason(error)})") from error
         self.has_more = count == size and bool(incoming.pending or tls.pending())
         if not count:
+            if self._outgoing.pending > _MOST_ANSWERS:
+                raise ProtocolError("it asks for new keys again and again")
             raise BlockingIOError
         return count
 
@@ -177,6 +189,7 @@ class _Received(threading.local):
 
     def __init__(self) -> None:
         self.buffer = memoryview(bytearray(_PIECE))
+        self.small = self.buffer[:_STRANGERS_PIECE]
 
 
 _received = _Received()

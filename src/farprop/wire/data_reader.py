@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ MAX_INT_BYTES = 1 << 16
 
 ATOMS = frozenset((type(None), bool, int, float, str, bytes))
 _DEVICES = frozenset(("cpu", "cuda", "meta", "mps", "xpu", "hpu", "privateuseone"))
+
+_FEW_KEYS, _MOST_ALIKE = 1000, 64
 
 
 class Reader:
@@ -62,13 +65,13 @@ class Reader:
 
     def _dict(self, item: list[Any], depth: int) -> Any:
         flat = self._all(item, depth)
-        return _hashed(lambda: dict(zip(flat[::2], flat[1::2], strict=True)))
+        return _hashed(lambda keys: dict(zip(keys, flat[1::2], strict=True)), flat[::2])
 
     def _set(self, item: list[Any], depth: int) -> Any:
-        return _hashed(lambda: set(self._all(item, depth)))
+        return _hashed(set, self._all(item, depth))
 
     def _frozenset(self, item: list[Any], depth: int) -> Any:
-        return _hashed(lambda: frozenset(self._all(item, depth)))
+        return _hashed(frozenset, self._all(item, depth))
 
     def _int(self, item: list[Any], depth: int) -> int:
         (data,) = _of_kinds(item, bytes)
@@ -163,9 +166,12 @@ def _of_kinds(item: list[Any], *kinds: type) -> list[Any]:
     return rest
 
 
-def _hashed(make: Callable[[], Any]) -> Any:
+def _hashed(make: Callable[[list[Any]], Any], keys: list[Any]) -> Any:
     try:
-        return make()
+        # Keys with the same hash make each other slow to find, and numbers with the same are easy to make.
+        if len(keys) > _FEW_KEYS and max(Counter(map(hash, keys)).values()) > _MOST_ALIKE:
+            raise ProtocolError("a message has a set or dict whose keys were made to have the same hash")
+        return make(keys)
     except (TypeError, ValueError) as error:
         raise ProtocolError(f"a message has a set or dict that can't be: {error}") from error
 

@@ -99,6 +99,7 @@ class FrameReader:
         self._max_bytes = max_bytes
         self._small = memoryview(bytearray(_SMALL))
         self._filled = 0
+        self._rest = b""  # received behind a frame whose buffers had no room yet
         # The frame whose body or inline buffers are still coming, when it doesn't fit the small buffer.
         self._head: tuple[int, int, int, int, int, int, float, int] | None = None
         self._piece: memoryview | None = None  # its body, or one of its buffers: the memory that is being filled
@@ -127,7 +128,10 @@ class FrameReader:
                     Frame(kind, flags, call_id, seconds, bytes(small[HEADER_SIZE:at]), bytes(small[at:count]), (), [])
                 ]
         self._filled += count
-        return self._parse_small()
+        frames = self._parse_small()
+        while self._rest:
+            self._pour(frames)
+        return frames
 
     def _parse_small(self) -> list[Frame]:
         frames: list[Frame] = []
@@ -156,9 +160,8 @@ class FrameReader:
             frame = self._frame_of(head, bytes(small[at + HEADER_SIZE : end]))
             at = end
             if self._expect_buffer(frame, 0):
-                rest = small[at:filled]
+                self._rest = bytes(small[at:filled])
                 self._filled = 0
-                frames.extend(self._pour(rest))
                 return frames
             frames.append(frame)
         if at:
@@ -168,18 +171,25 @@ class FrameReader:
         self._filled = filled
         return frames
 
-    def _pour(self, rest: memoryview) -> list[Frame]:
-        """Bytes that were already received go where they belong, as if they had just come."""
-        frames: list[Frame] = []
-        data = bytes(rest)  # the small buffer is about to be overwritten
+    def _pour(self, frames: list[Frame]) -> None:
+        """The rest of what was received goes where it belongs, as if it had just come."""
+        data, self._rest = self._rest, b""
         at = 0
         while at < len(data):
             into = self.target()
             count = min(len(into), len(data) - at)
             into[:count] = data[at : at + count]
-            frames.extend(self.received(count))
             at += count
-        return frames
+            if self._piece is None:
+                self._filled += count
+                frames += self._parse_small()
+                if self._rest:
+                    self._rest += data[at:]
+                    return
+            else:
+                self._piece_filled += count
+                if self._piece_filled == len(self._piece):
+                    frames += self._piece_done(self._piece)
 
     def _expect_buffer(self, frame: Frame, first: int) -> bool:
         """Make room for the next of the frame's buffers that comes inline; False if there is none. One at a time: many

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from farprop.config import Settings
 from farprop.distributed.native.commons import CAN_SHARE, new_bell, size_of
-from farprop.errors import AuthenticationError, RendezvousError
+from farprop.errors import AuthenticationError, ProtocolError, RendezvousError
 from farprop.protocol.roster import Entry, Identity
 from farprop.protocol.signing import GROUP, Keys
 from farprop.runtime import rendezvous
@@ -147,8 +147,7 @@ def _connect(
             door.expire(time.monotonic())
         # Before that, a dialler takes whatever comes for the end of the handshake.
         for entry in entries[rank + 1 :]:
-            _await_data(peers[entry.rank], entry.rank, deadline)
-            if peers[entry.rank].recv(len(_HERE)) != _HERE:
+            if _receive_word(peers[entry.rank], entry.rank, deadline) != _HERE:
                 raise RendezvousError(f"Rank {entry.rank} went away while the group was made.")
     except BaseException:
         for sock in peers.values():
@@ -234,6 +233,17 @@ def _await_data(sock: Stream, source: int, deadline: float) -> None:
     poll.register(sock, select.POLLIN)
     if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
         raise RendezvousError(f"Rank {source} stopped in the middle while the group was made.")
+
+
+def _receive_word(stream: Stream, source: int, deadline: float) -> bytes:
+    while True:
+        _await_data(stream, source, deadline)
+        try:
+            return stream.recv(len(_HERE))
+        except BlockingIOError:
+            pass  # a part of a record
+        except (OSError, ProtocolError) as error:
+            raise RendezvousError(f"Rank {source} was lost while the group was made: {error}") from error
 
 
 def _take_descriptor(sock: Stream, source: int, deadline: float) -> int:
