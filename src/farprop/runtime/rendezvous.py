@@ -75,8 +75,8 @@ def _naming(key: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RendezvousError(
-            f"The store failed at {key!r}. It has ended, can't be reached, or somebody has put something into it that does "
-            f"not belong there. It says: {error}"
+            f"The store failed at {key!r}. It has ended, can't be reached, or somebody has put something into it that "
+            f"does not belong there. It says: {error}"
         ) from error
 
 
