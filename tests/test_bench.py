@@ -135,6 +135,8 @@ def test_the_goals_are_those_of_the_issues() -> None:
         "echo-1mb": 3,
         "echo-128mb": 5,
         "empty-tcp": 3,
+        "empty-tls": 1 / 1.3,
+        "echo-tls": 0.25,
         "restricted-empty": 1 / 1.2,
         "restricted-add": 1 / 1.2,
         "remote": 4,

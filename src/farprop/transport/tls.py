@@ -139,8 +139,8 @@ class TlsSocket:
                 if data:
                     incoming.write(data)
                 count = tls.read(size, target)
-                # Most often that was the only record.
-                while (incoming.pending or tls.pending()) and count < size:
+                # Most often that was the only record. If there is room left, nothing is left of one.
+                while incoming.pending and count < size:
                     count += tls.read(size - count, target[count:])
         except ssl.SSLWantReadError:
             pass
