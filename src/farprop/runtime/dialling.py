@@ -17,6 +17,7 @@ from farprop.transport.tls import Certificates, Stream, TlsSocket
 
 _UNIX, _TCP = b"unix", b"tcp"
 _ATTEMPTS = 4
+_LEAST_SECONDS = 0.25
 
 
 class SomebodyElse(ConnectionLostError):
@@ -72,6 +73,9 @@ class Dialling:
     # Dialling
 
     def dial(self, entry: Entry, deadline: float) -> Stream:
+        # A call may give less time than any connection needs. It should still reach the worker, as it does over one that
+        # is there already.
+        deadline = max(deadline, time.monotonic() + _LEAST_SECONDS)
         try:
             return self._dial(entry, deadline)
         except _Unanswered as error:
