@@ -73,8 +73,8 @@ class Dialling:
     # Dialling
 
     def dial(self, entry: Entry, deadline: float) -> Stream:
-        # A call may give less time than any connection needs. It should still reach the worker, as it does over one that
-        # is there already.
+        # A call may give less time than any connection needs. It should still reach the worker, as it does over one
+        # that is there already.
         deadline = max(deadline, time.monotonic() + _LEAST_SECONDS)
         try:
             return self._dial(entry, deadline)
