@@ -15,7 +15,7 @@ import torch.distributed as dist
 import farprop.autograd as dist_autograd
 import farprop.distributed  # noqa: F401
 import farprop.rpc as rpc
-from farprop.errors import NotDataError, NotExposedError, ProtocolError, RemoteError, RendezvousError, UsageError
+from farprop.errors import NotDataError, NotExposedError, RemoteError, RendezvousError, UsageError
 from farprop.nn import RemoteModule
 from farprop.optim import DistributedOptimizer
 from farprop.rpc import rref_proxy
@@ -129,7 +129,7 @@ def _refusals() -> None:
         rpc.rpc_sync("worker1", lambda: 1)
     with pytest.raises(NotExposedError):
         rpc.remote("worker1", f.hidden).to_here()
-    with pytest.raises(ProtocolError, match="by their names"):
+    with pytest.raises(NotExposedError, match="called by a name"):
         rpc.rpc_sync("worker1", "")
     with pytest.raises(TypeError, match="callable"):
         rpc.rpc_sync("worker1", 5)  # type: ignore[arg-type]
