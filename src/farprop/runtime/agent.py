@@ -665,8 +665,7 @@ class Agent:
     def leave(self) -> None:
         """A group that comes and goes: tell the store that this worker is gone."""
         try:
-            if self._group.leave():
-                self._secret.remove_file()
+            self._group.leave()
         except RuntimeError as error:
             _log.info("%s: the store is gone already: %s", self._info.name, error)
 

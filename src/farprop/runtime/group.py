@@ -44,10 +44,11 @@ class Group:
             self._places = places
         self.joined.set()
 
-    def leave(self) -> bool:
-        """Tell the store that this worker is gone; True for the last one of a group that comes and goes."""
+    def leave(self) -> None:
+        """Tell the store that this worker is gone, in a group that comes and goes."""
         places, self._places = self._places, None
-        return places is not None and places.leave()
+        if places is not None:
+            places.leave()
 
     def users_store(self) -> Any:
         """The store, for the program. Not our own client of it: whoever waits in that keeps this worker out."""

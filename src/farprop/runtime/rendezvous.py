@@ -243,11 +243,9 @@ class Places:
             self._known[place] = Entry.from_json(text)
         return True
 
-    def leave(self) -> bool:
-        """Leave the group; True for the last one."""
+    def leave(self) -> None:
         self._publish(_GONE.decode())
         self._release()
-        return not self.members()
 
     def _publish(self, text: str) -> None:
         name = f"place/{self._place}"

@@ -295,7 +295,7 @@ class Server:
         settings = None
         try:
             if self._vet is not None:
-                self._resolve(name)  # arguments of what is not exposed are not worth reading
+                exposed = self._resolve(name)  # first: arguments of what is not exposed are not worth reading
             if flags & CONTEXT:
                 function, args, kwargs, settings = self._decode_in_context(reply, frame)
             elif frame.arrivals is not None:
@@ -304,10 +304,11 @@ class Server:
                 args, kwargs = self._decode_call(frame.meta, frame.buffers, flags)
             else:
                 function, args, kwargs, settings = self._decode(frame)
-            if name:
+            if self._vet is not None:
+                function = exposed
+                self._vet(name, connection.rank, connection.peer, args, kwargs)
+            elif name:
                 function = self._resolve(name)
-                if self._vet is not None:
-                    self._vet(name, connection.rank, connection.peer, args, kwargs)
         except (FunctionNotFound, NotExposedError) as error:
             self._fail(reply, error)
             return

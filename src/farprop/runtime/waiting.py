@@ -39,9 +39,7 @@ class Waiting:
 
     def admit(self, connection: Connection, frame: Frame) -> OverloadedError | None:
         """A request comes, and waits until ``begin``; the error if it can't."""
-        size = len(frame.meta) + _OVERHEAD
-        if frame.buffers:
-            size += sum(map(len, frame.buffers))
+        size = _size_of(frame)
         rank = connection.rank
         with self._lock:
             count, waiting = self._counts[rank], self._bytes
@@ -62,9 +60,7 @@ class Waiting:
 
     def begin(self, connection: Connection, frame: Frame) -> None:
         """It waits no longer."""
-        size = len(frame.meta) + _OVERHEAD
-        if frame.buffers:
-            size += sum(map(len, frame.buffers))
+        size = _size_of(frame)
         with self._lock:
             self._counts[connection.rank] -= 1
             self._bytes -= size
@@ -89,3 +85,8 @@ class Waiting:
             return None
         with self._lock:  # before a look at what is held: somebody may be in the middle of ``hold``
             return self._held.pop(connection, None)
+
+
+def _size_of(frame: Frame) -> int:
+    size = len(frame.meta) + _OVERHEAD
+    return size + sum(map(len, frame.buffers)) if frame.buffers else size
