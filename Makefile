@@ -9,7 +9,7 @@ READY := .venv/.installed
 .PHONY: help demo test bench bench-peers clients conformance sim fuzz lint format clean
 
 help:
-	@echo "make demo | test | lint | format | bench | bench-peers | clients | conformance [ONLY=Class] [HELD=1] | sim | fuzz [SECONDS=600] [TARGET=name] | clean"
+	@echo "make demo | test | lint | format | bench | bench-peers | clients | conformance [ONLY=Class] [REQUIRED=1] | sim | fuzz [SECONDS=600] [TARGET=name] | clean"
 
 demo: $(READY)
 	@$(RUN) examples/demo.py
@@ -27,7 +27,7 @@ clients: $(READY)
 	@$(RUN) -m bench.clients
 
 conformance: $(READY)
-	@$(RUN) -m tests.conformance $(if $(HELD),--held) $(if $(ONLY),--only $(ONLY))
+	@$(RUN) -m tests.conformance $(if $(REQUIRED),--required) $(if $(ONLY),--only $(ONLY))
 
 sim: $(READY)
 	@$(RUN) -m tests.simulation --seeds 20000

@@ -1,4 +1,4 @@
-"""`python -m bench`: the same work on farprop and on torch.distributed.rpc."""
+"""`python -m bench`: the same work on farprop and on torch.distributed."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from bench import floor_side, machine
+from bench.cases import CASES, Case
 from bench.driver import ROOT, Child, Dormant, Pair, Ranks, start, stop
-from bench.load import one_busy_core
+from bench.machine import one_busy_core
 from bench.report import comparison, floor_lines, to_json
-from bench.rounds import Job, alternate
-from bench.stats import rounded
-from bench.works import WORKS, Work
+from bench.rounds import Job, alternate, rounded
 
 PACKAGES = {"farprop": "farprop", "torch": "torch.distributed"}
 ROUNDS = 9
 QUICK_ROUNDS = 3
-# A visit to a side ends after this, however slow the machine is just then.
+# A round on one side ends after this, however slow the machine is.
 VISIT_SECONDS = 1.0
 QUICK_VISIT_SECONDS = 0.1
 TITLES = {"quiet": "Quiet", "loaded": "Under load (another process burns one core)"}
-# A part of the table, or a hasty one, must not replace the results that are kept.
+# Only a full run may replace the results that are kept: not one of a few cases, and not a short one.
 FULL_RESULTS = ROOT / "bench" / "results.json"
 PARTIAL_RESULTS = ROOT / "build" / "bench-partial.json"
 
@@ -36,7 +35,7 @@ PARTIAL_RESULTS = ROOT / "build" / "bench-partial.json"
 class Plan:
     """What the command line asks for."""
 
-    works: list[Work]
+    cases: list[Case]
     conditions: list[str]
     rounds: int
     seconds: float
@@ -50,7 +49,7 @@ def parse(arguments: list[str]) -> Plan:
     parser.add_argument("--quiet", action="store_true", help="only with the machine left alone")
     parser.add_argument("--load", action="store_true", help="only with one core kept busy")
     parser.add_argument("--quick", action="store_true", help="fewer rounds and samples, for a first look")
-    parser.add_argument("--only", action="append", choices=list(WORKS), help="this work; may be repeated")
+    parser.add_argument("--only", action="append", choices=list(CASES), help="this case; may be repeated")
     parser.add_argument("--rounds", type=_positive, help=f"visits to each side (default {ROUNDS})")
     parser.add_argument("--output", type=Path, help="where to write the JSON")
     parser.add_argument("--sides", default="farprop,torch", help=argparse.SUPPRESS)
@@ -61,7 +60,7 @@ def parse(arguments: list[str]) -> Plan:
     both = options.quiet == options.load
     partial = bool(options.quick or options.only or not both or options.sides != "farprop,torch")
     return Plan(
-        works=[WORKS[name] for name in WORKS if not options.only or name in options.only],
+        cases=[CASES[name] for name in CASES if not options.only or name in options.only],
         conditions=["quiet", "loaded"] if both else ["quiet" if options.quiet else "loaded"],
         rounds=options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS),
         seconds=QUICK_VISIT_SECONDS if options.quick else VISIT_SECONDS,
@@ -74,9 +73,9 @@ def parse(arguments: list[str]) -> Plan:
 def jobs_for(plan: Plan, processes: Mapping[tuple[str, ...], Dormant], floor: Child) -> Iterable[Job]:
     for kind in floor_side.KINDS:
         yield Job(kind, {"floor": (floor, kind)}, floor_side.SAMPLES, floor_side.WARMUP)
-    for work in plan.works:
-        sides = {side: (processes[_key(side, work)], work.name) for side in ("ours", "theirs")}
-        yield Job(work.name, sides, work.samples, work.warmup, work.calls)
+    for case in plan.cases:
+        sides = {side: (processes[_key(side, case)], case.name) for side in ("ours", "theirs")}
+        yield Job(case.name, sides, case.samples, case.warmup, case.calls)
 
 
 def main() -> int:
@@ -85,11 +84,11 @@ def main() -> int:
     print(machine.describe(facts))
     floor = Child("bench.floor_side")
     sides: dict[tuple[str, ...], Pair | Ranks] = {}
-    for work in plan.works:
+    for case in plan.cases:
         for side, name in (("ours", plan.ours), ("theirs", plan.theirs)):
-            package, key = _package(side, work, name), _key(side, work)
+            package, key = _package(side, case, name), _key(side, case)
             if key not in sides:
-                sides[key] = Ranks(package, work.ranks) if work.ranks else Pair(package, _env(side, work))
+                sides[key] = Ranks(package, case.ranks) if case.ranks else Pair(package, _env(side, case))
     processes = [[floor], *(side.children for side in sides.values())]
     runs: dict[str, Any] = {}
     failed = False
@@ -98,7 +97,7 @@ def main() -> int:
         dormant = {key: Dormant(side) for key, side in sides.items()}
         jobs = list(jobs_for(plan, dormant, floor))
         for condition in plan.conditions:
-            # the burner is ours, and at work while we look
+            # the burner is ours, and runs while we look
             others = machine.Others(ours=1.0 if condition == "loaded" else 0.0)
             busy = one_busy_core() if condition == "loaded" else contextlib.nullcontext()
             with busy:
@@ -110,11 +109,11 @@ def main() -> int:
                 )
             runs[condition] = {
                 "cores_busy_with_other_work": rounded(others.looks),
-                **to_json(plan.works, outcomes),
+                **to_json(plan.cases, outcomes),
             }
             print(f"\n{TITLES[condition]}; {others}")
-            print(comparison(plan.works, outcomes, plan.ours, plan.theirs))
-            print("\n".join(floor_lines(plan.works, outcomes, plan.ours)))
+            print(comparison(plan.cases, outcomes, plan.ours, plan.theirs))
+            print("\n".join(floor_lines(plan.cases, outcomes, plan.ours)))
             failed = failed or any(outcome.errors for outcome in outcomes.values())
     finally:
         stop(processes)
@@ -125,18 +124,18 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _key(side: str, work: Work) -> tuple[str, ...]:
-    """Works with the same one are done by the same processes."""
-    env = (f"{key}={value}" for key, value in sorted(_env(side, work).items()))
-    return side, str(work.ranks), _package(side, work, side), *env
+def _key(side: str, case: Case) -> tuple[str, ...]:
+    """Cases with the same key run in the same processes."""
+    env = (f"{key}={value}" for key, value in sorted(_env(side, case).items()))
+    return side, str(case.ranks), _package(side, case, side), *env
 
 
-def _package(side: str, work: Work, name: str) -> str:
-    return "farprop" if side == "theirs" and work.against is not None else PACKAGES.get(name, name)
+def _package(side: str, case: Case, name: str) -> str:
+    return "farprop" if side == "theirs" and case.against is not None else PACKAGES.get(name, name)
 
 
-def _env(side: str, work: Work) -> Mapping[str, str]:
-    return work.env if side == "ours" else work.against or {}
+def _env(side: str, case: Case) -> Mapping[str, str]:
+    return case.env if side == "ours" else case.against or {}
 
 
 def _positive(text: str) -> int:

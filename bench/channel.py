@@ -1,7 +1,7 @@
-"""The child's end: a process that measures what its parent asks for and otherwise sleeps in a read.
+"""The child's side: a process that measures when its parent asks, and otherwise sleeps in a read.
 
-One JSON object a line: commands on stdin, one reply each on what was stdout. End of file means stop.
-Standard library only: the peers' venvs import this too.
+It reads commands from stdin and writes one reply to each to the former stdout, one JSON object per line. End of file
+means stop. It uses the standard library only, because the peers' venvs import it, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Sample = Callable[[], object]
 
 
 def serve(prepare: Callable[[str], Sample], reply_fd: int) -> None:
-    """Answer commands until stdin ends. `prepare` makes a work's sample function, once a work."""
+    """Answer commands until stdin ends. `prepare` makes the sample function of a case, once per case."""
     prepared: dict[str, Sample] = {}
     with os.fdopen(reply_fd, "w") as replies:
 
@@ -31,16 +31,16 @@ def serve(prepare: Callable[[str], Sample], reply_fd: int) -> None:
         for line in sys.stdin:
             try:
                 reply(_answer(json.loads(line), prepare, prepared))
-            except Exception as error:  # the table says what failed; the other works go on
+            except Exception as error:  # the table says what failed; the other cases go on
                 reply({"error": f"{type(error).__name__}: {error}"})
 
 
 def _answer(command: dict[str, Any], prepare: Callable[[str], Sample], prepared: dict[str, Sample]) -> dict[str, Any]:
-    name = command["work"]
+    name = command["case"]
     warmup = command["warmup"]
     if name not in prepared:
         prepared[name] = prepare(name)
-        # the first visit also fills caches and pools
+        # the first round also fills caches and pools
         warmup += max(1, command["samples"] // 5)
     sample = prepared[name]
     for _ in range(warmup):
@@ -54,7 +54,7 @@ def _answer(command: dict[str, Any], prepare: Callable[[str], Sample], prepared:
 
 
 def _timed(sample: Sample, count: int, seconds: float) -> list[float]:
-    """µs of up to `count` samples; fewer, but at least one, when they take longer than `seconds`."""
+    """Times of up to `count` samples, in µs. There are fewer, but at least one, if they take longer than `seconds`."""
     clock = time.perf_counter
     end = clock() + seconds
     taken: list[float] = []
@@ -69,13 +69,13 @@ def _timed(sample: Sample, count: int, seconds: float) -> list[float]:
 
 
 def die_with_parent() -> None:
-    """For a child that may be frozen when its parent is killed, and so would not see the end of its stdin."""
+    """End this process with its parent. A frozen child would not see the end of its stdin."""
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def take_stdout() -> int:
-    """Keep stdout for replies; what else prints goes to stderr. Call it before importing anything chatty."""
+    """Keep stdout for replies; everything else that is printed goes to stderr. Call it before other imports print."""
     reply_fd = os.dup(1)
     os.dup2(2, 1)
     return reply_fd

@@ -1,4 +1,4 @@
-"""`python -m bench.ddp`: a step of DistributedDataParallel on Gloo, farprop's and torch's, in turns in one job."""
+"""`python -m bench.ddp`: a step of farprop's and torch's DistributedDataParallel on Gloo, in turns in one job."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch import nn
 
 from bench import machine
 
-Step = tuple[float, float]  # seconds, and seconds of all threads of this rank on a core
+Step = tuple[float, float]  # wall-clock seconds, and CPU seconds of all threads of this rank
 ROUNDS = 40
 WARM_UP = 6
 
 
 def _large() -> nn.Module:
-    """33.6 MB of gradients in 16 parameters."""
+    """A model with 33.6 MB of gradients in 16 parameters."""
     return nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
 
 
 def _many() -> nn.Module:
-    """0.8 MB of gradients in 400 parameters."""
+    """A model with 0.8 MB of gradients in 400 parameters."""
     return nn.Sequential(*[nn.Linear(32, 32) for _ in range(200)])
 
 
@@ -66,7 +66,7 @@ def _in_turns(make: Callable[[], nn.Module], width: int, views: bool, classes: l
     steps: list[list[Step]] = [[] for _ in classes]
     inputs = torch.randn(8, width)
     for number in range(WARM_UP + ROUNDS):
-        # Who is first changes, because the second finds warmer caches, or busier ones.
+        # The order alternates, because the first one changes the caches for the second.
         for side in (0, 1) if number % 2 else (1, 0):
             wrapped[side].zero_grad()
             dist.barrier()

@@ -1,4 +1,4 @@
-"""The parent's end: starts the processes of each side, asks them to measure, stops them."""
+"""The parent's side: starts the processes of each side, asks them to measure, and stops them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 120
 STOP_SECONDS = 20
 
-# One intra-op thread on each side: the calls are compared, not torch's thread pools.
+# One intra-op thread on each side: this compares calls, not torch's thread pools.
 BASE_ENV = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class BenchError(RuntimeError):
-    """A side could not start, or could not do a work."""
+    """A side could not start, or could not run a case."""
 
 
 class Side(Protocol):
-    """Something that can be asked for a round."""
+    """One side of a comparison: it can measure a round."""
 
-    def measure(self, work: str, samples: int, warmup: int, seconds: float) -> list[float]: ...
+    def measure(self, case: str, samples: int, warmup: int, seconds: float) -> list[float]: ...
 
 
 class Child:
-    """A process that talks as `bench.channel` does."""
+    """A process that runs `bench.channel.serve`."""
 
     def __init__(
         self,
@@ -63,16 +63,16 @@ class Child:
     def wait_ready(self) -> None:
         self.receive(START_SECONDS)
 
-    def measure(self, work: str, samples: int, warmup: int, seconds: float) -> list[float]:
+    def measure(self, case: str, samples: int, warmup: int, seconds: float) -> list[float]:
         """One round of up to `samples` and about `seconds`, in µs a sample."""
-        return _times(self._ask({"work": work, "samples": samples, "warmup": warmup, "seconds": seconds}))
+        return _times(self._ask({"case": case, "samples": samples, "warmup": warmup, "seconds": seconds}))
 
-    def repeat(self, work: str, count: int) -> None:
-        """Do a work `count` times without keeping times."""
-        self._ask({"work": work, "samples": count, "warmup": 0, "untimed": True})
+    def repeat(self, case: str, count: int) -> None:
+        """Run a case `count` times without keeping times."""
+        self._ask({"case": case, "samples": count, "warmup": 0, "untimed": True})
 
     def hang_up(self) -> None:
-        """Tell the child to stop, without waiting for it: two workers must shut down together."""
+        """Tell the child to stop, and don't wait for it: two workers have to shut down together."""
         assert self.process.stdin is not None
         self.thaw()
         with contextlib.suppress(BrokenPipeError):
@@ -127,7 +127,7 @@ def _times(answer: dict[str, Any]) -> list[float]:
 
 
 class Pair:
-    """Two workers of one rpc package: w0 drives, w1 serves."""
+    """Two workers of one rpc package: w0 calls w1."""
 
     def __init__(self, package: str, env: Mapping[str, str]) -> None:
         port = str(free_port())
@@ -137,17 +137,17 @@ class Pair:
 
 
 class Ranks:
-    """A process group, whose ranks do everything together."""
+    """The ranks of one process group."""
 
     def __init__(self, package: str, size: int) -> None:
         port = str(free_port())
         self.children = [Child("bench.group_side", package, str(rank), str(size), port) for rank in range(size)]
 
-    def measure(self, work: str, samples: int, warmup: int, seconds: float) -> list[float]:
-        """The times of rank 0. All do as many samples, so no rank may stop when its time is up."""
+    def measure(self, case: str, samples: int, warmup: int, seconds: float) -> list[float]:
+        """Measure a round; return rank 0's times. All ranks take the same number of samples, so none may stop early."""
         del seconds
         for child in self.children:
-            child.send({"work": work, "samples": samples, "warmup": warmup, "seconds": math.inf})
+            child.send({"case": case, "samples": samples, "warmup": warmup, "seconds": math.inf})
         first, *_ = [_times(child.receive(child.patience)) for child in self.children]
         return first
 
@@ -156,17 +156,17 @@ class Dormant:
     """A pair or a group that is frozen except while it measures.
 
     Waiting is not enough: a thread of torch's (TP_SHM_reactor) polls without end in every idle worker, so an
-    idle pair takes two cores from whoever is measured. Both sides are treated alike.
+    idle pair takes two cores from the side that is measured. Both sides are frozen alike.
     """
 
     def __init__(self, processes: Pair | Ranks) -> None:
         self._processes = processes
         self._each(Child.freeze)
 
-    def measure(self, work: str, samples: int, warmup: int, seconds: float) -> list[float]:
+    def measure(self, case: str, samples: int, warmup: int, seconds: float) -> list[float]:
         self._each(Child.thaw)
         try:
-            return self._processes.measure(work, samples, warmup, seconds)
+            return self._processes.measure(case, samples, warmup, seconds)
         finally:
             self._each(Child.freeze)
 
@@ -176,7 +176,7 @@ class Dormant:
 
 
 def start(groups: Sequence[Sequence[Child]]) -> None:
-    """Wait for processes that were started all at once."""
+    """Wait until processes that were started together are ready."""
     for child in (child for group in groups for child in group):
         child.wait_ready()
 

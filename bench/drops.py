@@ -1,4 +1,4 @@
-"""`python -m bench.drops`: how long until the owner has freed 10,000 references that were dropped at once."""
+"""`python -m bench.drops`: how long it takes until an owner has freed 10,000 references that are dropped at once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The floor: a bare ping-pong of 100 bytes between two processes, blocking, nothing else.
+"""The floor: a bare, blocking ping-pong of 100 bytes between two processes.
 
-`python -m bench.floor_side` is both: it starts itself again as the one that answers.
+`python -m bench.floor_side` starts itself a second time as the process that answers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def pong(end: socket.socket) -> None:
 
 
 def _connected(kind: str) -> socket.socket:
-    """Our end of a connection to a process of its own that answers."""
+    """Start the process that answers; return our end of the connection to it."""
     if kind == "unix":
         ours, theirs = socket.socketpair()
     else:
@@ -45,7 +45,7 @@ def _connected(kind: str) -> socket.socket:
         for end in (ours, theirs):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with theirs:
-        # it ends by itself when our end is closed
+        # it ends when our end is closed
         subprocess.Popen([sys.executable, "-m", "bench.floor_side", str(theirs.fileno())], pass_fds=[theirs.fileno()])
     return ours
 

@@ -14,17 +14,17 @@ def main(package: str, rank: int, size: int, port: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from bench.works import WORKS, Api
+    from bench.cases import CASES, Api
 
     torch.set_num_threads(1)
-    # torch's hints about its own threads and devices are not for those who read a table
+    # torch's hints about its threads and devices would clutter the table
     warnings.filterwarnings("ignore", category=UserWarning)
     api = Api(package)
     # Gloo on both sides: farprop's DistributedDataParallel is measured on it too.
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
 
     def prepare(name: str) -> Sample:
-        return WORKS[name].prepare(api, "")
+        return CASES[name].prepare(api, "")
 
     serve(prepare, reply_fd)
     dist.destroy_process_group()

@@ -1,8 +1,8 @@
-"""`python -m bench.lost_ranks`: how long it takes until all other ranks know that one is gone.
+"""`python -m bench.lost_ranks`: how long it takes until all other ranks know that a rank is gone.
 
-Ranks run collectives of all kinds, or wait in one for a rank that does not come. At a random moment one rank is killed,
-or its host is cut off; each of the others notes when it gets its error. It uses the tests' workers and hosts, and has
-to be allowed to make network namespaces.
+Ranks run collectives of all kinds, or wait in one for a rank that does not join. At a random moment one rank is killed,
+or its host is cut off; each other rank records when it gets its error. The benchmark uses the tests' workers and hosts,
+and needs the permission to make network namespaces.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WAYS = {
 
 
 def trial(hosts: Hosts, way: Way, seed: int) -> list[float]:
-    """The seconds until each rank knew."""
+    """Run one trial; return the seconds after which each rank knew."""
     dice = random.Random(seed)
     victim = dice.randrange(_SIZE)
     with processes(_SIZE, hosts.environments(way.places), check=False) as job:

@@ -1,13 +1,17 @@
-"""What a reader of the results must know about where they were measured."""
+"""The machine: its description for the results, an artificial load, and what Linux reports about processes."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
 import platform
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +37,7 @@ def describe(facts: dict[str, Any]) -> str:
 
 
 def busy_cores(seconds: float = 0.2) -> float:
-    """How many cores are at work just now: what others take, if our own processes are still."""
+    """How many cores are busy now. While our own processes are frozen, other work takes them."""
     busy, total = _jiffies()
     time.sleep(seconds)
     busy_later, total_later = _jiffies()
@@ -42,7 +46,7 @@ def busy_cores(seconds: float = 0.2) -> float:
 
 
 class Others:
-    """What other work takes, looked at before each round, since it comes and goes."""
+    """How many cores other work takes, measured before each round."""
 
     def __init__(self, ours: float = 0.0) -> None:
         self.ours = ours
@@ -56,7 +60,7 @@ class Others:
 
 
 def _jiffies() -> tuple[int, int]:
-    """Busy and all, since boot; idle and waiting for a disk are fields 4 and 5 of the first line."""
+    """Busy and total time since boot. Fields 4 and 5 of the first line are idle time and time that waits for a disk."""
     with open("/proc/stat") as stat:
         fields = [int(field) for field in stat.readline().split()[1:9]]
     return sum(fields) - fields[3] - fields[4], sum(fields)
@@ -72,3 +76,67 @@ def _processor() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
+
+
+# It checks now and then whether its parent lives, so that it ends after a killed run.
+_BURN = """
+import os
+parent = os.getppid()
+while os.getppid() == parent:
+    for _ in range(100_000):
+        pass
+"""
+
+
+@contextlib.contextmanager
+def one_busy_core() -> Iterator[None]:
+    burner = subprocess.Popen([sys.executable, "-c", _BURN])
+    time.sleep(0.3)  # its start-up is not part of the load
+    try:
+        yield
+    finally:
+        burner.kill()
+        burner.wait()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The resources of a process that a leak would make grow."""
+
+    rss_kib: int
+    fds: int
+    memfd_maps: int
+
+
+@dataclass(frozen=True)
+class Activity:
+    """The counters that an idle process should not increase."""
+
+    cpu_seconds: float
+    wakeups: int
+
+
+def usage(pid: int) -> Usage:
+    proc = Path(f"/proc/{pid}")
+    return Usage(
+        rss_kib=_status(proc, "VmRSS"),
+        fds=len(os.listdir(proc / "fd")),
+        memfd_maps=sum("/memfd:" in line for line in (proc / "maps").read_text().splitlines()),
+    )
+
+
+def activity(pid: int) -> Activity:
+    proc = Path(f"/proc/{pid}")
+    # fields 14 and 15 (utime, stime), counted after the name, which may hold spaces
+    fields = (proc / "stat").read_text().rpartition(")")[2].split()
+    ticks = int(fields[11]) + int(fields[12])
+    wakeups = sum(_status(task, "voluntary_ctxt_switches") for task in (proc / "task").iterdir())
+    return Activity(ticks / os.sysconf("SC_CLK_TCK"), wakeups)
+
+
+def _status(proc: Path, key: str) -> int:
+    for line in (proc / "status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0])
+    raise KeyError(key)

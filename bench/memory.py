@@ -10,13 +10,13 @@ from statistics import median
 
 from bench import machine
 from bench.driver import Pair, start, stop
-from bench.proc import Usage, activity, usage
-from bench.table import render
+from bench.machine import Usage, activity, usage
+from bench.report import render
 
 PACKAGES = {"farprop": "farprop", "torch": "torch.distributed"}
 TRIALS = {"empty": 200_000, "echo-1mb": 2_000, "remote": 100_000}
 LOOKS = 20
-# Caches and pools fill first; a leak goes on after that.
+# Caches and pools fill first; a leak grows after that, too.
 SETTLED = LOOKS // 4
 # 2 MiB over 150,000 calls is 14 bytes a call, less than any Python object.
 MOST_RSS_KIB = 2048
@@ -26,7 +26,7 @@ IDLE_SECONDS = 3
 
 
 def is_flat(looks: Sequence[Usage]) -> bool:
-    """No growth from just after settling to the end; the middle of a few looks, as RSS breathes."""
+    """Whether memory did not grow after settling. It compares medians of a few samples, because RSS fluctuates."""
     after, last = looks[SETTLED : 2 * SETTLED], looks[-SETTLED:]
     rss = median(look.rss_kib for look in last) - median(look.rss_kib for look in after)
     fds = median(look.fds for look in last) - median(look.fds for look in after)
@@ -34,11 +34,11 @@ def is_flat(looks: Sequence[Usage]) -> bool:
     return rss <= MOST_RSS_KIB and fds <= MOST_HANDLES and maps <= MOST_HANDLES
 
 
-def watch(pair: Pair, work: str, count: int) -> list[list[Usage]]:
-    """For each worker its looks: one at the start, then one after each part of the calls."""
+def watch(pair: Pair, case: str, count: int) -> list[list[Usage]]:
+    """Make the calls; return for each worker a sample at the start and one after each part of the calls."""
     looks: list[list[Usage]] = [[usage(child.pid)] for child in pair.children]
     for _ in range(LOOKS):
-        pair.repeat(work, count // LOOKS)
+        pair.repeat(case, count // LOOKS)
         for child, seen in zip(pair.children, looks, strict=True):
             seen.append(usage(child.pid))
     return looks
@@ -66,11 +66,11 @@ def main() -> int:
     all_flat = True
     try:
         start([pair.children])
-        for work, count in TRIALS.items():
-            for rank, looks in enumerate(watch(pair, work, count)):
+        for case, count in TRIALS.items():
+            for rank, looks in enumerate(watch(pair, case, count)):
                 flat = is_flat(looks)
                 all_flat = all_flat and flat
-                title = f"{count:,} x {work}, w{rank}"
+                title = f"{count:,} x {case}, w{rank}"
                 rows.append([title, *_cells(looks), "flat" if flat else "NOT FLAT"])
         print(f"\n{options.side}: at the start, once settled, at the end")
         print(render(["", "RSS MiB", "fds", "memfd maps", ""], rows))

@@ -1,4 +1,4 @@
-"""`python -m bench.passes`: what a backward pass costs beside torch's engine, and what SMART costs beside FAST.
+"""`python -m bench.passes`: a backward pass compared with torch's engine, and SMART compared with FAST.
 
 Both sides of a comparison are measured in turns, in one process.
 """
@@ -36,7 +36,7 @@ def _seconds(action: Callable[[], Any]) -> float:
 
 
 def _local_seconds() -> float:
-    """Torch's own backward pass of the same graph, here."""
+    """Time torch's own backward pass of the same graph in this process."""
     loss = _chain(torch.ones(3, 3, requires_grad=True))
     return _seconds(loss.backward)
 
@@ -72,7 +72,7 @@ def _modes(rpc: Any, autograd: Any, hops: int) -> None:
                     _seconds(lambda: autograd.backward(context_id, [loss], retain_graph=True, mode=mode))  # noqa: B023
                     for _ in range(PASSES)
                 ]
-                # One of them is the question itself.
+                # One of them is the request for this number.
                 messages[mode] = (agent.requests_sent + rpc.rpc_sync("w1", _requests_sent) - before - 1) // PASSES
                 seconds.append(median(samples))
     ratio = median(smart / fast for smart, fast in zip(times["smart"], times["fast"], strict=True))

@@ -1,23 +1,21 @@
-"""From outcomes to the tables and the JSON."""
+"""Writes outcomes as text tables with aligned columns, and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bench.cases import Case
 from bench.floor_side import KINDS
-from bench.rounds import Outcome
-from bench.stats import ratio, round_ratios, rounded
-from bench.table import micros, render, times
-from bench.works import Work
+from bench.rounds import Outcome, ratio, round_ratios, rounded
 
 Outcomes = Mapping[str, Outcome]
 
 
-def comparison(works: Sequence[Work], outcomes: Outcomes, ours: str, theirs: str) -> str:
-    """The table: a row a work, then what failed, if anything did."""
+def comparison(cases: Sequence[Case], outcomes: Outcomes, ours: str, theirs: str) -> str:
+    """The table: a row per case, then the failures, if any."""
     header = [
-        "work",
+        "case",
         f"{ours} µs",
         "p99",
         f"{theirs} µs",
@@ -27,51 +25,51 @@ def comparison(works: Sequence[Work], outcomes: Outcomes, ours: str, theirs: str
         "to reach",
         "reached",
     ]
-    rows = [_row(work, outcomes[work.name]) for work in works]
+    rows = [_row(case, outcomes[case.name]) for case in cases]
     failures = [
-        f"{work.name} failed on {ours if side == 'ours' else theirs}: {error}"
-        for work in works
-        for side, error in outcomes[work.name].errors.items()
+        f"{case.name} failed on {ours if side == 'ours' else theirs}: {error}"
+        for case in cases
+        for side, error in outcomes[case.name].errors.items()
     ]
     return "\n".join([render(header, rows), *failures])
 
 
-def floor_lines(works: Sequence[Work], outcomes: Outcomes, ours: str) -> list[str]:
-    """Ours against a bare ping-pong in the same rounds."""
+def floor_lines(cases: Sequence[Case], outcomes: Outcomes, ours: str) -> list[str]:
+    """A line for each case with a floor: farprop's time against a bare ping-pong in the same rounds."""
     lines = []
-    for work in works:
-        if work.floor and (factor := _over_floor(work, outcomes)) is not None:
-            floor = micros(outcomes[work.floor].summaries["floor"].median)
-            lines.append(f"{work.label}: {ours} is {times(factor)} x the floor ({KINDS[work.floor]}, {floor} µs)")
+    for case in cases:
+        if case.floor and (factor := _over_floor(case, outcomes)) is not None:
+            floor = micros(outcomes[case.floor].summaries["floor"].median)
+            lines.append(f"{case.label}: {ours} is {times(factor)} x the floor ({KINDS[case.floor]}, {floor} µs)")
     return lines
 
 
-def to_json(works: Sequence[Work], outcomes: Outcomes) -> dict[str, Any]:
+def to_json(cases: Sequence[Case], outcomes: Outcomes) -> dict[str, Any]:
     floors = {
         kind: outcomes[kind].summaries["floor"].to_json() for kind in KINDS if "floor" in outcomes[kind].summaries
     }
-    return {"works": [_work_json(work, outcomes) for work in works], "floor": floors}
+    return {"cases": [_case_json(case, outcomes) for case in cases], "floor": floors}
 
 
-def _row(work: Work, outcome: Outcome) -> list[str]:
-    cells = [work.label]
+def _row(case: Case, outcome: Outcome) -> list[str]:
+    cells = [case.label]
     for side in ("ours", "theirs"):
         summary = outcome.summaries.get(side)
         cells += [micros(summary.median), micros(summary.p99)] if summary else ["failed", ""]
     if outcome.errors:
-        return [*cells, "", "", times(work.goal), "no"]
+        return [*cells, "", "", times(case.goal), "no"]
     ours, theirs = outcome.summaries["ours"], outcome.summaries["theirs"]
     each = round_ratios(theirs, ours)
-    reached = "yes" if ratio(theirs, ours) >= work.goal else "no"
-    # how many rounds say so tells a real difference from a lucky one
-    votes = f"{sum(value >= work.goal for value in each)}/{len(each)}"
+    reached = "yes" if ratio(theirs, ours) >= case.goal else "no"
+    # the number of rounds that agree tells a real difference from luck
+    votes = f"{sum(value >= case.goal for value in each)}/{len(each)}"
     spread = f"{times(min(each))} to {times(max(each))}"
-    return [*cells, times(ratio(theirs, ours)), spread, times(work.goal), f"{reached} {votes}"]
+    return [*cells, times(ratio(theirs, ours)), spread, times(case.goal), f"{reached} {votes}"]
 
 
-def _work_json(work: Work, outcomes: Outcomes) -> dict[str, Any]:
-    outcome = outcomes[work.name]
-    entry: dict[str, Any] = {"name": work.name, "label": work.label, "goal": work.goal}
+def _case_json(case: Case, outcomes: Outcomes) -> dict[str, Any]:
+    outcome = outcomes[case.name]
+    entry: dict[str, Any] = {"name": case.name, "label": case.label, "goal": case.goal}
     entry |= {side: summary.to_json() for side, summary in outcome.summaries.items()}
     if outcome.errors:
         return entry | {"errors": outcome.errors, "reached": False}
@@ -80,14 +78,38 @@ def _work_json(work: Work, outcomes: Outcomes) -> dict[str, Any]:
     entry |= {
         "ratio": rounded(value),
         "round_ratios": rounded(round_ratios(theirs, ours)),
-        "reached": value >= work.goal,
+        "reached": value >= case.goal,
     }
-    if work.floor:
-        entry["times_the_floor"] = rounded(_over_floor(work, outcomes))
+    if case.floor:
+        entry["times_the_floor"] = rounded(_over_floor(case, outcomes))
     return entry
 
 
-def _over_floor(work: Work, outcomes: Outcomes) -> float | None:
-    ours = outcomes[work.name].summaries.get("ours")
-    floor = outcomes[work.floor].summaries.get("floor")
+def _over_floor(case: Case, outcomes: Outcomes) -> float | None:
+    ours = outcomes[case.name].summaries.get("ours")
+    floor = outcomes[case.floor].summaries.get("floor")
     return ratio(ours, floor) if ours and floor else None
+
+
+def micros(value: float) -> str:
+    """A time in µs: whole numbers with thousands separated, one decimal below ten."""
+    return f"{value:.1f}" if value < 10 else f"{value:,.0f}"
+
+
+def times(value: float) -> str:
+    """A ratio: one decimal is all that a noisy machine gives."""
+    return f"{value:.1f}"
+
+
+def render(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The first column to the left, the others to the right, a rule under the header."""
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+
+    def aligned(line: Sequence[str]) -> str:
+        first = line[0].ljust(widths[0])
+        rest = (cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
+        return "  ".join([first, *rest]).rstrip()
+
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([aligned(lines[0]), rule, *(aligned(line) for line in lines[1:])])

@@ -15,11 +15,11 @@ def main(package: str, rank: int, port: int) -> None:
     reply_fd = take_stdout()
     import torch
 
-    from bench.works import WORKS, Api
-    from bench.works.calls import add, noop
+    from bench.cases import CASES, Api
+    from bench.cases.calls import add, noop
 
     torch.set_num_threads(1)
-    # torch's own shutdown says this of itself
+    # torch's own shutdown warns about itself
     warnings.filterwarnings("ignore", message="You are using a Backend")
     api = Api(package)
     options = api.rpc.TensorPipeRpcBackendOptions(
@@ -31,7 +31,7 @@ def main(package: str, rank: int, port: int) -> None:
     api.rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
 
     def prepare(name: str) -> Sample:
-        return WORKS[name].prepare(api, "w1")
+        return CASES[name].prepare(api, "w1")
 
     serve(prepare, reply_fd)
     api.rpc.shutdown()

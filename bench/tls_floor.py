@@ -1,6 +1,6 @@
 """`python -m bench.tls_floor`: what TLS costs a bare ping-pong of two processes, without farprop's calls.
 
-Three ways in turns: plain TCP, OpenSSL on memory as farprop uses it, and OpenSSL on the socket (Python's `SSLSocket`).
+It measures in turns plain TCP, OpenSSL on memory as farprop uses it, and OpenSSL on the socket (Python's `SSLSocket`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def _tcp() -> tuple[socket.socket, socket.socket]:
 
 def _on_memory(certificates: Certificates) -> tuple[Any, Any]:
     ours, theirs = _tcp()
-    dialler, (listener, _) = certificates.dial(ours), certificates.accept(theirs)
-    is_made, to_send = dialler.handshake(b"")
+    dialer, (listener, _) = certificates.dial(ours), certificates.accept(theirs)
+    is_made, to_send = dialer.handshake(b"")
     while not is_made:
-        is_made, to_send = dialler.handshake(listener.handshake(to_send)[1])
+        is_made, to_send = dialer.handshake(listener.handshake(to_send)[1])
     listener.handshake(to_send)
-    return dialler, listener
+    return dialer, listener
 
 
 def _on_socket(certificates: Certificates) -> tuple[Any, Any]:

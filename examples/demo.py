@@ -1,16 +1,16 @@
 """Four workers train one model that is split across them. Run it with ``make demo``.
 
-``worker1``, ``worker2`` and ``worker3`` each hold one stage of a network that tells the arms of a spiral apart.
-``worker0`` has the data and the loss, and drives the others with calls alone:
+``worker1``, ``worker2`` and ``worker3`` each hold one stage of a network that finds the arm of a spiral for a point.
+``worker0`` has the data and the loss, and calls the stages:
 
-- forward: each stage gets the output of the stage before it, and keeps what it needs for the way back;
-- backward: each stage gets the gradient of its output, and answers with the gradient of its input;
+- forward: each stage gets the output of the stage before it, and keeps what it needs for the backward pass;
+- backward: each stage gets the gradient of its output, and returns the gradient of its input;
 - step: all stages update their weights at the same time.
 
-The data goes through in parts, so that the stages work side by side, each on a part of its own.
+The data is split into parts, so that the stages work in parallel, each on another part.
 
-Later releases take work off this program. With references, what passes between two stages need not come by
-``worker0``. With autograd across workers, the way back is one call.
+The program uses plain calls only, to show what they can do. With references (``rpc.remote``), activations would go from
+stage to stage without passing through ``worker0``. With ``farprop.autograd``, the backward pass would be one call.
 """
 
 import shutil
@@ -33,11 +33,11 @@ STEPS, PARTS = 150, 3
 ARMS, POINTS_PER_ARM = 3, 80
 
 
-# On worker1, worker2 and worker3: the functions that worker0 calls, and what they work on.
+# On worker1, worker2 and worker3: the functions that worker0 calls, and their state.
 
 
 class Stage:
-    """Some layers of the model, the momentum of their weights, and what is kept of each part for the way back."""
+    """Some layers of the model, the momentum of their weights, and each part's input and output, kept for backward."""
 
     def __init__(self, layers: nn.Module) -> None:
         self.layers = layers
@@ -68,7 +68,7 @@ def backward(part: int, gradient: Tensor) -> Tensor | None:
 
 @torch.no_grad()
 def step() -> None:
-    # By hand: to import torch.optim takes as long as all of the training.
+    # Without torch.optim: importing it takes as long as the whole training.
     for weight, momentum in zip(stage.layers.parameters(), stage.momentum, strict=True):
         momentum.mul_(0.9).add_(weight.grad)
         weight -= 0.2 * momentum
@@ -77,10 +77,10 @@ def step() -> None:
 
 def serve(rank: int, meeting_point: str) -> None:
     join(rank, meeting_point)
-    rpc.shutdown()  # waits until worker0 has no more calls to make
+    rpc.shutdown()  # waits until worker0 calls it, too
 
 
-# On worker0: the data, the loss, and the order in which things happen.
+# On worker0: the data, the loss, and the training loop.
 
 calls = 0
 
@@ -92,7 +92,7 @@ def call(to: str, function: Callable[..., Any], *args: Any) -> torch.futures.Fut
 
 
 def through(stages: Sequence[str], function: Callable[..., Any], parts: Sequence[Tensor]) -> list[Tensor]:
-    """Every part goes through every stage. While one stage has a part, the stage before it has the next part."""
+    """Send every part through every stage. While one stage works on a part, the stage before it works on the next."""
     values = list(parts)
     for tick in range(len(values) + len(stages) - 1):
         at_work = [part for part in range(len(values)) if 0 <= tick - part < len(stages)]
@@ -103,7 +103,7 @@ def through(stages: Sequence[str], function: Callable[..., Any], parts: Sequence
 
 
 def train() -> Iterator[tuple[float, float]]:
-    """Yields, step by step, the loss and the share of points that the model puts on the right arm."""
+    """Train; yield for each step the loss and the share of points that are classified correctly."""
     torch.manual_seed(0)
     points, arms = spiral()
     first = nn.Sequential(nn.Linear(2, 32), nn.Tanh())
@@ -121,7 +121,7 @@ def train() -> Iterator[tuple[float, float]]:
 
 
 def spiral() -> tuple[Tensor, Tensor]:
-    """Points on the arms of a spiral, not quite in place and in no order; and the arm of each."""
+    """Noisy points on the arms of a spiral, in random order; and the arm of each."""
     arms = torch.arange(ARMS).repeat(POINTS_PER_ARM)[torch.randperm(ARMS * POINTS_PER_ARM)]
     radius = torch.rand(len(arms))
     angle = 5 * radius + arms * (2 * torch.pi / ARMS) + 0.1 * torch.randn(len(arms))
@@ -129,7 +129,7 @@ def spiral() -> tuple[Tensor, Tensor]:
 
 
 def show(number: int, loss: float, right: float) -> None:
-    """Progress: a bar on a terminal, ten lines elsewhere."""
+    """Show progress: a bar on a terminal, ten lines elsewhere."""
     text = f"step {number:3}/{STEPS}  loss {loss:.4f}  right {right:6.1%}"
     if sys.stdout.isatty():
         width = max(0, min(40, shutil.get_terminal_size().columns - len(text) - 5))
@@ -141,7 +141,7 @@ def show(number: int, loss: float, right: float) -> None:
 
 
 def run() -> int:
-    """What worker0 does; returns the exit code."""
+    """Run worker0's part; return the exit code."""
     losses = []
     began = time.perf_counter()
     for loss, right in train():
@@ -168,7 +168,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         at = f"{directory}/meeting-point"
         others = [mp.get_context("spawn").Process(target=serve, args=(rank, at)) for rank in range(1, WORLD_SIZE)]
-        on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the others inherit it: we end them on Ctrl-C
+        on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the others: main ends them on Ctrl-C
         for process in others:
             process.start()
         signal.signal(signal.SIGINT, on_interrupt)

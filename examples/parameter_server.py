@@ -1,8 +1,8 @@
-"""A server holds the parameters of a model; trainers send it gradients of their share of the data.
+"""A server holds the parameters of a model; trainers send it the gradients of their share of the data.
 
-The server starts the trainers with ``train``, and they call it back with ``push``. That is decorated with
-``async_execution``: it returns a future at once, and the trainers get their answers, the updated parameters, when all
-of them have pushed. However many wait, they use up no thread of the server.
+The server calls ``train`` on each trainer, and the trainers call ``push`` on the server. ``push`` is decorated with
+``async_execution``: it returns a future at once. The trainers get their answers, the updated parameters, when all of
+them have pushed. Trainers that wait occupy no thread of the server.
 """
 
 import tempfile
@@ -17,11 +17,11 @@ import farprop.rpc as rpc
 
 TRAINERS = 3
 STEPS, RATE = 100, 0.2
-TRUTH = torch.tensor([3.0, -2.0, 0.5])  # what the trainers shall find
+TRUTH = torch.tensor([3.0, -2.0, 0.5])  # the parameters that the training should find
 
 
 class Server:
-    """The parameters, and the gradients that have come for the next update."""
+    """The parameters, and the gradients that have arrived for the next update."""
 
     def __init__(self) -> None:
         self.parameters = torch.zeros_like(TRUTH)
@@ -30,7 +30,7 @@ class Server:
         self.lock = threading.Lock()
 
 
-server = Server()  # every process has one; the one of the worker "server" counts
+server = Server()  # every process has one; only that of the worker "server" is used
 
 
 @rpc.functions.async_execution
@@ -46,7 +46,7 @@ def push(gradient: Tensor) -> Future[Tensor]:
 
 
 def train(number: int) -> float:
-    """What the server asks each trainer to do; returns the last loss."""
+    """Train on one trainer's data, and return the last loss. The server calls it on each trainer."""
     torch.manual_seed(number)
     inputs = torch.randn(100, len(TRUTH))
     targets = inputs @ TRUTH + 0.01 * torch.randn(100)
@@ -71,7 +71,7 @@ def worker(rank: int, meeting_point: str) -> None:
             print(f"trainer{number}: loss {loss:.6f} after {STEPS} steps")
         print("server: found", [round(x, 2) for x in server.parameters.tolist()], "for", TRUTH.tolist(), flush=True)
         assert torch.allclose(server.parameters, TRUTH, atol=0.05)
-    rpc.shutdown()  # here the trainers wait, and are called, until the server comes here, too
+    rpc.shutdown()  # the trainers wait here, and answer calls, until the server calls it, too
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Two organisations train one model, and neither shows the other its data, its half of the model, or its code.
+"""Two organisations train one model. Neither shows the other its data, its half of the model, or its code.
 
-One has the inputs and the lower half, the other the labels and the upper half. What goes between them is activations,
-gradients, and a number for the loss. The job is restricted, so each can only call what the other exposes, and nothing
-that arrives is unpickled. They call each other's functions by names that they have agreed on. Here both halves are in
-one file; in earnest each would have its own program on its own host, with the same FARPROP_SECRET.
+One has the inputs and the lower half, the other has the labels and the upper half. They exchange activations,
+gradients, the loss and the accuracy. The job is restricted, so each can only call functions that the other exposes, and
+nothing that arrives is unpickled. They call functions by names that they have agreed on. Here both halves are in one
+file; in a real job each organisation has its own program on its own host, with the same FARPROP_SECRET.
 """
 
 import tempfile
@@ -27,14 +27,14 @@ class Party:
         self.optimizer = torch.optim.Adam(half.parameters(), lr=0.02)
 
     def step(self, context_id: int) -> None:
-        """Take a step with the gradients that a pass has left here."""
+        """Take an optimizer step with the gradients that a backward pass has left in the context."""
         gradients = dist_autograd.get_gradients(context_id)
         for parameter in self.half.parameters():
             parameter.grad = gradients[parameter]
         self.optimizer.step()
 
 
-# The organisation with the labels: what it exposes.
+# The organisation with the labels, and the functions that it exposes.
 
 labelled: Party
 labels: Tensor
@@ -62,7 +62,7 @@ def serve() -> None:
     labels = (_inputs().pow(2).sum(1) > 2).long()
 
 
-# The organisation with the inputs: it exposes nothing.
+# The organisation with the inputs. It exposes nothing.
 
 
 def train() -> None:
@@ -86,7 +86,7 @@ def train() -> None:
 
 
 def _inputs() -> Tensor:
-    """Both know which examples they are about. In earnest the one with the labels does not have these."""
+    """The examples. In a real job the organisation with the labels does not have the inputs."""
     return torch.randn(EXAMPLES, 2, generator=torch.Generator().manual_seed(1))
 
 

@@ -12,13 +12,14 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.support import leaks
+from tests.support import leaks, lock_order
 from tests.support.hosts import Hosts, NotAllowedError
 
 _failed = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    lock_order.install()  # before any test imports what makes locks
     # A shell has what it starts in the background ignore Ctrl-C, and so would the programs that tests interrupt.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

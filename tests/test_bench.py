@@ -7,14 +7,12 @@ import json
 import pytest
 
 from bench import __main__ as command
+from bench.cases import CASES
 from bench.driver import BenchError
+from bench.machine import Usage
 from bench.memory import LOOKS, is_flat
-from bench.proc import Usage
-from bench.report import comparison, floor_lines, to_json
-from bench.rounds import Job, Outcome, alternate
-from bench.stats import p99, ratio, round_ratios, summarise
-from bench.table import micros, render, times
-from bench.works import WORKS
+from bench.report import comparison, floor_lines, micros, render, times, to_json
+from bench.rounds import Job, Outcome, alternate, p99, ratio, round_ratios, summarise
 
 
 class FakeSide:
@@ -25,8 +23,8 @@ class FakeSide:
         self.visits = iter(visits)
         self.log = log
 
-    def measure(self, work: str, samples: int, warmup: int, seconds: float) -> list[float]:
-        self.log.append(f"{self.name}:{work}")
+    def measure(self, case: str, samples: int, warmup: int, seconds: float) -> list[float]:
+        self.log.append(f"{self.name}:{case}")
         try:
             return next(self.visits)
         except StopIteration:
@@ -71,8 +69,8 @@ def test_times_keeps_one_decimal() -> None:
 
 
 def test_table_aligns_its_columns() -> None:
-    assert render(["work", "µs"], [["empty", "5"], ["add", "1,234"]]).splitlines() == [
-        "work      µs",
+    assert render(["case", "µs"], [["empty", "5"], ["add", "1,234"]]).splitlines() == [
+        "case      µs",
         "-----  -----",
         "empty      5",
         "add    1,234",
@@ -105,29 +103,29 @@ def outcome_of(ours: list[list[float]], theirs: list[list[float]]) -> Outcome:
 
 
 def test_report_says_what_was_reached_and_by_how_many_rounds() -> None:
-    works = [WORKS["empty"], WORKS["echo-1mb"]]
+    cases = [CASES["empty"], CASES["echo-1mb"]]
     outcomes = {
         "unix": Outcome({"floor": summarise([[50.0], [40.0], [50.0]])}),
         "tcp": Outcome({"floor": summarise([[80.0]])}),
         "empty": outcome_of([[100.0], [100.0], [100.0]], [[500.0], [300.0], [600.0]]),
         "echo-1mb": Outcome(errors={"ours": "RuntimeError: lost"}, summaries={"theirs": summarise([[9.0]])}),
     }
-    lines = comparison(works, outcomes, "farprop", "torch").splitlines()
+    lines = comparison(cases, outcomes, "farprop", "torch").splitlines()
     cells = [" ".join(line.split()) for line in lines]
     assert cells[2] == "empty Python function, rpc_sync 100 100 500 600 5.0 3.0 to 6.0 4.0 yes 2/3"
     assert cells[3] == "echo 1 MB failed 9.0 9.0 3.0 no"
     assert lines[4] == "echo-1mb failed on farprop: RuntimeError: lost"
-    assert floor_lines(works, outcomes, "farprop") == [
+    assert floor_lines(cases, outcomes, "farprop") == [
         "empty Python function, rpc_sync: farprop is 2.0 x the floor (bare Unix-socket ping-pong, 50 µs)"
     ]
-    entry, failed = json.loads(json.dumps(to_json(works, outcomes)))["works"]
+    entry, failed = json.loads(json.dumps(to_json(cases, outcomes)))["cases"]
     assert (entry["ratio"], entry["reached"], entry["times_the_floor"]) == (5.0, True, 2.0)
     assert entry["round_ratios"] == [5.0, 3.0, 6.0]
     assert (failed["reached"], failed["errors"]) == (False, {"ours": "RuntimeError: lost"})
 
 
 def test_the_goals_are_those_of_the_issues() -> None:
-    assert {name: work.goal for name, work in WORKS.items()} == {
+    assert {name: case.goal for name, case in CASES.items()} == {
         "empty": 4,
         "add-operator": 3,
         "add-python": 4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -88,11 +89,13 @@ def test_a_program_that_hangs_is_ended() -> None:
 
 
 def test_packages_that_cannot_be_had_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(package: str) -> str:
-        raise BenchError(f"can't be installed: no {package}")
+    def nothing(venv: Path, packages: list[str]) -> Path:
+        raise BenchError(f"can't be installed: no {packages[-1]}")
 
-    monkeypatch.setattr(command.venv, "python_with", nothing)
+    monkeypatch.setattr(command.venvs, "python_with", nothing)
     outcome = command.compare("pyg_features", 3, 1.0)
-    assert outcome.verdict == "left out: can't be installed: no torch_geometric"
-    assert "| pyg_features |  |  |  |  |  | left out: can't be installed: no torch_geometric |" in markdown([outcome])
+    assert outcome.verdict == "left out: can't be installed: no torch_geometric==2.8.1"
+    assert "| pyg_features |  |  |  |  |  | left out: can't be installed: no torch_geometric==2.8.1 |" in markdown(
+        [outcome]
+    )
     assert exit_code([outcome]) == 0

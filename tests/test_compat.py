@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.futures import Future
 
-from farprop.compat.futures import wait_all
+from farprop.compat.torch_functions import wait_all
 
 
 def run(*arguments: str, cwd: Path) -> str:
@@ -107,7 +107,7 @@ def test_installing_twice_changes_nothing(tmp_path: Path) -> None:
         before = (dict(sys.modules), list(sys.meta_path), torch.futures.wait_all)
         farprop.compat.install()
         assert before == (dict(sys.modules), list(sys.meta_path), torch.futures.wait_all)
-        assert torch.futures.wait_all.__module__ == "farprop.compat.futures"
+        assert torch.futures.wait_all.__module__ == "farprop.compat.torch_functions"
         """,
         tmp_path,
     )

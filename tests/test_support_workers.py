@@ -171,7 +171,7 @@ def test_a_worker_that_does_not_end_after_its_result_is_a_timeout():
 
 
 def test_a_stopped_worker_is_killed(monkeypatch):
-    monkeypatch.setattr("tests.support.group._ABORT_TIMEOUT", 0.1)
+    monkeypatch.setattr("tests.support.worker_group._ABORT_TIMEOUT", 0.1)
     with pytest.raises(WorkersFailed, match=r"did not end within 0\.5 s"):
         run_workers(lambda rank: os.kill(os.getpid(), signal.SIGSTOP), 1, timeout=0.5)
 

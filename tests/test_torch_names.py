@@ -67,7 +67,7 @@ def test_every_name_of_torchs_is_here_or_in_the_table() -> None:
     missing = {name for name in theirs if not ours[name]["is_there"]}
     # With a class that is missing, its attributes are.
     missing -= {name for name in missing if name.rpartition(".")[0] in missing}
-    table = _table("Names that are not there")
+    table = _table("Missing names")
     assert {
         "missing, and not in the table": sorted(missing - table.keys()),
         "in the table, and not missing": sorted(table.keys() - missing),
@@ -183,7 +183,7 @@ def test_star_imports_get_what_they_get_from_torch() -> None:
 
 
 def test_a_program_that_uses_private_names_sees_the_same(tmp_path: Path) -> None:
-    program = str(ROOT / "tests" / "support" / "same_program.py")
+    program = str(ROOT / "tests" / "support" / "private_api_program.py")
     seen = {}
     for name, how in (("torch", []), ("farprop", ["-m", "farprop.compat"])):
         # Torch warns of deprecated things that its own modules use.

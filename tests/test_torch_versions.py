@@ -18,13 +18,13 @@ import pytest
 import torch
 import torch.distributed.nn
 
-from tests.support.hiding import WHOLE_MODULES, Outcome
+from tests.support.hidden_names import WHOLE_MODULES, Outcome
 from tests.support.workers import run_workers
 
 # Farprop is imported by functions alone: workers that run those here are to import it in their own way.
 ROOT = Path(__file__).parents[1]
 
-# Names that something can't do without: what, of the uses that tests.support.hiding makes.
+# Names that something can't do without: what, of the uses that tests.support.hidden_names makes.
 NEEDED = {
     "torch.autograd.Variable._execution_engine.queue_callback": "train",
     "torch.distributed.remote_device._remote_device": "remote_module",
@@ -40,7 +40,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("bytecode"))}
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.support.hiding", str(first), "2"],
+            [sys.executable, "-m", "tests.support.hidden_names", str(first), "2"],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
@@ -179,7 +179,7 @@ def _fail_at_each_change(_: int) -> int:
     import farprop.compat
 
     changes = farprop.compat._Changes
-    made = changes._made
+    made = changes._on_undo
     before = _State()
     for failing in itertools.count():
         count = itertools.count()
@@ -189,14 +189,14 @@ def _fail_at_each_change(_: int) -> int:
             if next(count) == failing:
                 raise _Injected
 
-        changes._made = failing_made
+        changes._on_undo = failing_made
         try:
             farprop.compat.install()
         except _Injected:
             changed = before.differences()
             assert not changed, f"after a failure at change {failing}: {changed}"
         else:
-            changes._made = made
+            changes._on_undo = made
             _check_installed()
             return failing
     raise AssertionError

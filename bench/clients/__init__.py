@@ -1,1 +1,1 @@
-"""Programs that use torch.distributed.rpc, run as they are on torch and on farprop."""
+"""Unchanged programs that use torch.distributed.rpc, run on torch and on farprop."""

@@ -1,4 +1,4 @@
-"""`python -m bench.clients`: programs that people have, on torch and on farprop: the same results, and how fast."""
+"""`python -m bench.clients`: runs existing programs on torch and on farprop, and compares results and times."""
 
 from __future__ import annotations
 
@@ -6,30 +6,34 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench import machine
-from bench.clients import comparison, venv
+from bench import machine, venvs
+from bench.clients import comparison
 from bench.clients.comparison import Comparison
 from bench.clients.running import SIDES, run
 from bench.driver import ROOT, BenchError
 
 OURS = ["parameter_server", "reinforcement", "split_rnn", "pipeline", "hybrid"]
+# The versions in the table of docs/clients.md.
+_TORCHRL = ["cloudpickle", "torchrl==0.14.1", "tensordict==0.14.3"]
 THEIRS = {
-    "torchrl_replay": "torchrl",
-    "torchrl_collector": "torchrl",
-    "pyg_features": "torch_geometric",
-    "pippy_forward": "torchpippy",
+    "torchrl_replay": _TORCHRL,
+    "torchrl_collector": _TORCHRL,
+    "pyg_features": ["cloudpickle", "torch_geometric==2.8.1"],
+    # The last version whose pipelines use RPC; later ones use process groups.
+    "pippy_forward": ["cloudpickle", "torchpippy==0.1.1"],
 }
+VENV = ROOT / "build" / "clients"
 ROUNDS = 3
 LIMIT = 180.0
 TABLE = ROOT / "build" / "clients.md"
 
 
 def interpreter(program: str) -> str:
-    return venv.python_with(THEIRS[program]) if program in THEIRS else sys.executable
+    return str(venvs.python_with(VENV, THEIRS[program])) if program in THEIRS else sys.executable
 
 
 def compare(program: str, rounds: int, limit: float) -> Comparison:
-    """Torch and farprop take turns, so that what disturbs the machine disturbs both."""
+    """Run a program on torch and on farprop in turns, so that a disturbance of the machine hits both."""
     outcome = Comparison(program)
     try:
         python = interpreter(program)
@@ -40,7 +44,7 @@ def compare(program: str, rounds: int, limit: float) -> Comparison:
         for side in SIDES:
             outcome.runs[side].append(run(program, side, python, limit))
         if all(outcome.runs[side][-1].failure for side in SIDES):
-            break  # it does not run here at all
+            break  # it does not run on this machine at all
     return outcome
 
 

@@ -1,4 +1,4 @@
-"""Whether two results are the same, and the table."""
+"""Compares results, and makes the table."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 from bench.clients.running import SIDES, Run
 
-# Gradients of several calls are added in the order in which they come, and training carries the difference on.
+# Gradients of several calls are added in the order of their arrival, and training amplifies the differences.
 TOLERANCE = 1e-3
 
 
 def difference(left: Any, right: Any, tolerance: float = TOLERANCE, where: str = "") -> str:
-    """The first place where two results differ; empty if nowhere."""
+    """The first place where two results differ; empty if there is none."""
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         if left.keys() != right.keys():
             return f"{where or 'result'}: {sorted(left)} and {sorted(right)}"
@@ -34,7 +34,7 @@ def difference(left: Any, right: Any, tolerance: float = TOLERANCE, where: str =
 
 @dataclass
 class Comparison:
-    """What became of a program on both sides."""
+    """The runs of one program on both sides."""
 
     program: str
     left_out: str = ""
@@ -42,13 +42,13 @@ class Comparison:
 
     @property
     def failures(self) -> dict[str, str]:
-        """For each side that failed in any round, how it did first."""
+        """The first failure of each side that failed in any round."""
         found = {side: [run.failure for run in runs if run.failure] for side, runs in self.runs.items()}
         return {side: failures[0] for side, failures in found.items() if failures}
 
     @property
     def verdict(self) -> str:
-        """One word, or what is wrong."""
+        """`same`, or what is wrong."""
         if self.left_out:
             return f"left out: {self.left_out}"
         if self.failures:
@@ -66,7 +66,7 @@ class Comparison:
 
     @property
     def is_bad(self) -> bool:
-        """Whether farprop is to blame: another result than torch has each time, or a failure where torch has none."""
+        """Whether farprop is at fault: a result differs and all of torch's agree, or it fails and torch does not."""
         if self.left_out:
             return False
         fails_alone = "farprop" in self.failures and "torch" not in self.failures

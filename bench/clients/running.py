@@ -19,7 +19,7 @@ SIDES = ("torch", "farprop")
 
 @dataclass(frozen=True)
 class Run:
-    """``failure`` is empty if the program ended well; then there are seconds of its loop and of everything."""
+    """The outcome of a run: why it failed (empty: it did not), its values, and the seconds of its loop and in all."""
 
     failure: str
     seconds: float = 0.0
@@ -37,7 +37,7 @@ def run(program: str, side: str, python: str, limit: float, tiny: bool = False) 
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         began = time.perf_counter()
-        # A session of its own, so that its workers can be ended with it.
+        # Its own session, so that its workers can be ended with it.
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=output, stderr=errors, start_new_session=True
         )
@@ -54,7 +54,7 @@ def run(program: str, side: str, python: str, limit: float, tiny: bool = False) 
 
 
 def read(code: int | None, output: str, errors: str, limit: float, whole_seconds: float) -> Run:
-    """What a run came to, from its exit code (None: it had to be ended) and what it wrote."""
+    """The outcome of a run, from its exit code (None: it was killed at the time limit) and its output."""
     if code is None:
         return Run(f"hangs (ended after {limit:g} s)")
     results = [line.removeprefix(RESULT) for line in output.splitlines() if line.startswith(RESULT)]
@@ -65,7 +65,7 @@ def read(code: int | None, output: str, errors: str, limit: float, whole_seconds
 
 
 def reason(errors: str) -> str:
-    """The first exception in what a program has written: later ones often come of it."""
+    """The first exception in the output of a program: later ones often follow from it."""
     lines = errors.splitlines()
     for number, line in enumerate(lines):
         if line.startswith("Traceback (most recent call last)"):
@@ -76,7 +76,7 @@ def reason(errors: str) -> str:
 
 
 def _end_session(leader: int) -> None:
-    """What is left of a program: workers whose parent is gone."""
+    """End the workers that a program left behind."""
     try:
         os.killpg(leader, signal.SIGKILL)
     except ProcessLookupError:

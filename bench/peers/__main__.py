@@ -12,41 +12,41 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import machine
+from bench import machine, venvs
+from bench.cases import CASES
 from bench.driver import ROOT, BenchError, Child, Dormant, Pair, Side, start, stop
-from bench.peers import venvs
-from bench.rounds import Job, Outcome, alternate
-from bench.stats import ratio, round_ratios, rounded
-from bench.table import micros, render, times
-from bench.works import WORKS
+from bench.report import micros, render, times
+from bench.rounds import Job, Outcome, alternate, ratio, round_ratios, rounded
 
 SIDES = {"farprop": "farprop", "torch": "torch.distributed"}
-WORK_NAMES = ["empty", "echo-1mb", "echo-128mb"]
+CASE_NAMES = ["empty", "echo-1mb", "echo-128mb"]
 RESULTS = ROOT / "bench" / "peers-results.json"
 ROUNDS = 5
+VENVS = ROOT / "build" / "peers"
+PACKAGES = {"ray": ["ray"], "monarch": ["torchmonarch"]}
 VISIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Column:
-    """A peer, and how its works are named if not as ours are."""
+    """A peer, and the names of its cases where they differ from ours."""
 
     title: str
     peer: str
     suffix: str = ""
 
-    def work(self, name: str) -> str:
+    def case(self, name: str) -> str:
         return name + self.suffix
 
 
 COLUMNS = [Column("Ray", "ray"), Column("Ray, NumPy", "ray", ":numpy"), Column("Monarch", "monarch")]
 
 
-def peer_child(peer: str, place: Path) -> Child:
-    """Peers get a home of their own, since they leave files there, and send no usage reports."""
-    home = place / "home"
+def peer_child(peer: str) -> Child:
+    """Start a peer with its own home directory, because peers leave files there, and without usage reports."""
+    home = VENVS / "home"
     home.mkdir(parents=True, exist_ok=True)
-    python = venvs.python_of(peer)
+    python = venvs.python_with(VENVS / peer, PACKAGES[peer])
     env = {
         "HOME": str(home),
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -57,12 +57,12 @@ def peer_child(peer: str, place: Path) -> Child:
 
 
 def start_peers() -> tuple[dict[str, Child], dict[str, str]]:
-    """The peers that run, and why the others don't."""
+    """Start the peers; return those that run, and why the others don't."""
     running: dict[str, Child] = {}
     missing: dict[str, str] = {}
     for peer in dict.fromkeys(column.peer for column in COLUMNS):
         try:
-            child = peer_child(peer, venvs.PLACE)
+            child = peer_child(peer)
         except BenchError as error:
             missing[peer] = str(error)
             continue
@@ -77,26 +77,26 @@ def start_peers() -> tuple[dict[str, Child], dict[str, str]]:
 
 def jobs_for(ours: Side, running: Mapping[str, Child]) -> list[Job]:
     jobs = []
-    for name in WORK_NAMES:
+    for name in CASE_NAMES:
         sides: dict[str, tuple[Side, str]] = {"ours": (ours, name)}
         for column in COLUMNS:
-            # an empty call has no array in it
+            # an empty call has no array
             if column.peer in running and not (column.suffix and name == "empty"):
-                sides[column.title] = (running[column.peer], column.work(name))
-        work = WORKS[name]
-        jobs.append(Job(name, sides, work.samples, work.warmup, work.calls))
+                sides[column.title] = (running[column.peer], column.case(name))
+        case = CASES[name]
+        jobs.append(Job(name, sides, case.samples, case.warmup, case.calls))
     return jobs
 
 
 def report(outcomes: Mapping[str, Outcome], ours: str, missing: Mapping[str, str]) -> str:
-    header = ["work", f"{ours} µs"]
+    header = ["case", f"{ours} µs"]
     for column in COLUMNS:
         header += [f"{column.title} µs", f"over {ours}"]
     rows = []
-    for name in WORK_NAMES:
+    for name in CASE_NAMES:
         summaries = outcomes[name].summaries
         mine = summaries.get("ours")
-        row = [WORKS[name].label, micros(mine.median) if mine else "failed"]
+        row = [CASES[name].label, micros(mine.median) if mine else "failed"]
         for column in COLUMNS:
             theirs = summaries.get(column.title)
             if theirs:
@@ -109,14 +109,14 @@ def report(outcomes: Mapping[str, Outcome], ours: str, missing: Mapping[str, str
     notes = [f"{peer}: {reason}" for peer, reason in missing.items()]
     notes += [
         f"{name} failed on {ours if side == 'ours' else side}: {error}"
-        for name in WORK_NAMES
+        for name in CASE_NAMES
         for side, error in outcomes[name].errors.items()
     ]
     return "\n".join([render(header, rows), *notes])
 
 
 def to_json(outcomes: Mapping[str, Outcome], missing: Mapping[str, str]) -> dict[str, Any]:
-    works: dict[str, Any] = {}
+    cases: dict[str, Any] = {}
     for name, outcome in outcomes.items():
         ours = outcome.summaries.get("ours")
         entry: dict[str, Any] = {side: summary.to_json() for side, summary in outcome.summaries.items()}
@@ -125,8 +125,8 @@ def to_json(outcomes: Mapping[str, Outcome], missing: Mapping[str, str]) -> dict
                 if side != "ours":
                     entry[side]["ratio"] = rounded(ratio(summary, ours))
                     entry[side]["round_ratios"] = rounded(round_ratios(summary, ours))
-        works[name] = entry | {"errors": outcome.errors}
-    return {"works": works, "missing": dict(missing)}
+        cases[name] = entry | {"errors": outcome.errors}
+    return {"cases": cases, "missing": dict(missing)}
 
 
 def main() -> int:

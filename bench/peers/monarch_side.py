@@ -1,4 +1,4 @@
-"""Monarch: an actor in a process of its own. Runs in Monarch's venv."""
+"""Monarch: an actor in its own process. Runs in Monarch's venv."""
 
 from __future__ import annotations
 

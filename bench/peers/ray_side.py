@@ -1,4 +1,4 @@
-"""Ray: an actor in a process of its own. Runs in Ray's venv."""
+"""Ray: an actor in its own process. Runs in Ray's venv."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    # short, since Ray puts Unix sockets in it
+    # a short path, because Ray puts Unix sockets in it
     place = tempfile.mkdtemp(prefix="bench-ray-", dir="/tmp")
     try:
         ray.init(
@@ -42,7 +42,7 @@ def main() -> None:
                 return lambda: ray.get(actor.noop.remote())
             size, _, kind = name.partition(":")
             x = torch.arange(MEGABYTES[size] << 18, dtype=torch.float32)
-            # Ray hands NumPy arrays over without a copy on the reader's side; tensors it pickles
+            # Ray passes NumPy arrays to the reader without a copy, and pickles tensors
             value = x.numpy() if kind == "numpy" else x
             back = ray.get(actor.echo.remote(value))
             # Ray's arrays are read-only, which torch warns about

@@ -1,11 +1,11 @@
-"""Every private name of torch's that farprop uses, and every place in torch that it hooks into.
+"""All private names of torch that farprop uses, and all functions of torch that it replaces.
 
-Private names come and go with torch's versions. Here each is looked up once, when farprop is imported, with what is
-lost without it. One that is missing does not fail the import: it gets a fallback, or a stand-in that raises
-``TorchVersionError`` where it is used. One warning, a ``TorchVersionWarning``, names all that are missing; so it does
-if this torch is none that farprop was tried with.
+Torch may remove private names in any version. Each is looked up here once, when farprop is imported, together with the
+feature that needs it. A missing name does not fail the import: it gets a fallback, or a stand-in that raises
+``TorchVersionError`` when it is used. One ``TorchVersionWarning`` lists all missing names, and warns of versions of
+torch that farprop was not tested with.
 
-Nothing else under ``src/`` may use a private name of torch's; ``tests/test_layers.py`` looks.
+No other module under ``src/`` may use a private name of torch; ``tests/test_layers.py`` checks it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch.distributed as dist
 
 from farprop.errors import TorchVersionError, TorchVersionWarning
 
-# The versions on which all that was tried works. docs/torch_versions.md says what was.
+# The versions that farprop was tested with. docs/torch_versions.md lists the tests.
 TRIED: Final = ("2.13", "2.15")
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# By its name, what is lost without it. Tests hide each of them.
+# From a name to the feature that needs it. Tests hide each name in turn.
 names: dict[str, str] = {}
 _missing: dict[str, str] = {}
 
@@ -38,7 +38,7 @@ _GONE: Final = object()
 
 
 class _Absent:
-    """Stands for what this torch does not have, and says so to who uses it."""
+    """The stand-in for a missing name: any use raises ``TorchVersionError``."""
 
     def __init__(self, name: str, feature: str) -> None:
         self.__dict__["_error"] = (
@@ -50,7 +50,7 @@ class _Absent:
         raise TorchVersionError(self.__dict__["_error"])
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # Python asks for these, too
+        if name.startswith("__"):  # Python itself looks these up
             raise AttributeError(name)
         raise TorchVersionError(self.__dict__["_error"])
 
@@ -60,7 +60,7 @@ def _listed(items: Sequence[str]) -> str:
 
 
 def _found(name: str) -> Any:
-    """What a dotted name stands for, or _GONE."""
+    """Return the object with a dotted name, or _GONE."""
     parts = name.split(".")
     found: Any = torch
     for count, part in enumerate(parts[1:], 2):
@@ -76,7 +76,7 @@ def _found(name: str) -> Any:
 
 
 def _find(name: str, feature: str, fallback: Any = _RAISE) -> Any:
-    """What the name stands for; where it is missing, the fallback, or what raises when it is used."""
+    """Return the object with a dotted name. If it is missing, return the fallback, or a stand-in that raises."""
     names[name] = feature
     found = _found(name)
     if found is not _GONE:
@@ -86,13 +86,13 @@ def _find(name: str, feature: str, fallback: Any = _RAISE) -> Any:
 
 
 def _find_base(name: str, feature: str) -> Any:
-    """A class that ours is derived from; where it is missing, one that raises when an object of it is made."""
+    """Return a base class. If it is missing, return a class that raises when it is instantiated."""
     absent = _Absent(name, feature)
     return _find(name, feature, type("Absent", (), {"__init__": lambda self, *args, **kwargs: absent()}))
 
 
 class Hook(NamedTuple):
-    """A function of torch's that one of ours is to take the place of."""
+    """A function of torch that farprop replaces."""
 
     owner: Any
     name: str
@@ -100,7 +100,7 @@ class Hook(NamedTuple):
 
 
 def _find_hook(name: str, arguments: int, feature: str) -> Hook | None:
-    """None if there is no such function, or it takes another number of arguments than ours."""
+    """Find a function to replace; None if it is missing, or takes another number of arguments than ours."""
     names[name] = feature
     found = _found(name)
     if found is _GONE or not _takes(found, arguments):
@@ -115,20 +115,19 @@ def _takes(function: Any, arguments: int) -> bool:
         inspect.signature(function).bind(*range(arguments))
     except TypeError:
         return False
-    except ValueError:  # one in C++ does not tell
+    except ValueError:  # a function in C++ has no signature
         return callable(function)
     return True
 
 
-# Futures. Torch's class in Python puts a layer around that of C++, and calls are short; and those that come from C++
-# are of the inner class alone.
+# Futures. Torch's Python class wraps the one in C++, which costs time in short calls. Futures from C++ are not wrapped.
 
 _FUTURES = "futures that errors don't keep alive, and that cost as little as they can"
 _PublicFuture: Any = torch.futures.Future
 Future: Any = _find("torch._C.Future", _FUTURES, _PublicFuture)
 wait: Any = _find("torch._C.Future.wait", _FUTURES, _PublicFuture.wait)
 set_result: Any = _find("torch._C.Future.set_result", _FUTURES, _PublicFuture.set_result)
-# Gives a future the function that raises the exception in it.
+# Sets the function that raises a future's exception.
 set_unwrap_function: Any = _find("torch._C.Future._set_unwrap_func", _FUTURES, None)
 
 
@@ -137,22 +136,22 @@ set_unwrap_function: Any = _find("torch._C.Future._set_unwrap_func", _FUTURES, N
 _VIEWS = "quick looks at views that are sent to other workers"
 _HOOKS = "hooks of leaves in distributed backward passes"
 _TAKING = "gradients that are taken as they come, without a copy"
-# A view is asked for its node in another way; with True every tensor is.
+# The node of a view is looked up in another way. The fallback treats every tensor as a view.
 is_view: Any = _find("torch.Tensor._is_view", _VIEWS, lambda tensor: True)
 
 
 def _find_attribute(name: str, feature: str, fallback: Any) -> Any:
-    """A function that reads an attribute of objects, where their class has it."""
+    """Return a function that reads an attribute, or the fallback if the class lacks it."""
     found = _find(name, feature, None)
     return fallback if found is None else operator.attrgetter(name.rpartition(".")[2])
 
 
-# For their truth alone: without the name, every leaf is treated as one with hooks.
+# Used as a truth value. Without the name, every leaf is treated as one with hooks.
 backward_hooks: Any = _find_attribute("torch.Tensor._backward_hooks", _HOOKS, lambda tensor: True)
 post_accumulate_hooks: Any = _find_attribute("torch.Tensor._post_accumulate_grad_hooks", _HOOKS, lambda tensor: None)
-# How many refer to a tensor. Numbers that are never equal say that somebody else always does.
+# The reference count of a tensor. The fallback's results are never equal to a count, so every tensor counts as shared.
 use_count: Any = _find("torch.Tensor._use_count", _TAKING, lambda tensor: object())
-# Of sparse tensors that are not coalesced, too.
+# These also work for sparse tensors that are not coalesced.
 sparse_indices: Any = _find("torch.Tensor._indices", _TAKING, lambda tensor: tensor.coalesce().indices())
 sparse_values: Any = _find("torch.Tensor._values", _TAKING, lambda tensor: tensor.coalesce().values())
 
@@ -165,17 +164,16 @@ def _run_backward_in_layers(
     return torch.autograd.backward(roots, gradients, keep, create)
 
 
-# What torch.autograd.grad calls; three times as fast without the layers around it.
+# torch.autograd.grad calls this. A direct call is three times as fast.
 run_backward: Any = _find(
     "torch.autograd.Variable._execution_engine.run_backward",
     "backward passes that cost as little as they can",
     _run_backward_in_layers,
 )
-# Has the engine call at the end of the pass that runs.
+# Registers a callback for the end of the running backward pass.
 queue_callback: Any = _find("torch.autograd.Variable._execution_engine.queue_callback", "DistributedDataParallel")
 
-# The types of nodes. They can also be had from a node, if one can be made where farprop is imported: not inside of a
-# custom operator.
+# The types of nodes. The fallback takes the type of a new node, which can't be made inside of a custom operator.
 _NODES = "an import of farprop inside of custom operators"
 
 
@@ -190,14 +188,14 @@ _has_node_classes: Final = _find("torch.autograd.Function._backward_cls", _NODES
 
 
 def node_type(function: Any, *arguments: Any) -> Any:
-    """The type of the nodes of a ``torch.autograd.Function``; the arguments are ones that make it return tensors."""
+    """The node type of a ``torch.autograd.Function``. ``arguments`` are valid arguments for it."""
     if _has_node_classes:
         return function._backward_cls
     with torch.inference_mode(False), torch.enable_grad():
         return type(function.apply(*arguments)[0].grad_fn)
 
 
-# What the gradients that come to a node are: their devices.
+# The metadata of a node's gradients, for their devices.
 input_metadata: Any = _find_attribute(
     "torch.autograd.graph.Node._input_metadata",
     "distributed backward passes on several devices at once",
@@ -219,26 +217,26 @@ profiler_enabled: Any = _find("torch.autograd._profiler_enabled", _PROFILES, lam
 _enter_record: Any = _find("torch.autograd._record_function_with_args_enter", _PROFILES, None)
 _exit_record: Any = _find("torch.autograd._record_function_with_args_exit", _PROFILES, None)
 _has_records: Final = None not in (_enter_record, _exit_record)
-# An event for a profile, which another thread may end. Both or none: an event that nobody ends spoils the profile.
+# Begins a profiler event, which another thread may end. Both or none: an event without an end spoils the profile.
 enter_record: Any = _enter_record if _has_records else lambda name, *tensors: None
 exit_record: Any = _exit_record if _has_records else lambda event: None
-# The profiler that torch's RPC takes part in. Torch has a newer one, and may drop this.
+# The legacy profiler, which torch's RPC supports. Torch may drop it.
 _profiler_type: Any = _find("torch._C._autograd._profiler_type", _PROFILES, lambda: None)
 _LEGACY: Any = _find("torch._C._profiler.ActiveProfilerType.LEGACY", _PROFILES, _GONE)
 legacy_profile: Any = _find_base("torch.autograd.profiler_legacy.profile", _PROFILES)
-# One starts a profile, the other turns records into events.
+# The first starts a profile, the second turns records into events.
 start_trace: Hook | None = _find_hook("torch.autograd.profiler_legacy.profile._start_trace", 1, _PROFILES)
 parse_records: Hook | None = _find_hook("torch.autograd.profiler_legacy._parse_legacy_records", 1, _PROFILES)
 build_tree: Any = _find("torch.autograd.profiler_util.EventList._build_tree", _PROFILES, lambda events: None)
 
 
 def is_legacy_profile() -> bool:
-    """Whether this thread is under a profile of the kind that calls take part in."""
+    """Whether a legacy profile runs on this thread."""
     return bool(profiler_enabled() and _profiler_type() == _LEGACY)
 
 
-# What torch.compile leaves alone. Torch has decorators for this, but they import its compiler, which takes seconds, and
-# cost time at each call.
+# Functions that torch.compile must not trace. Torch has decorators for this, but they import its compiler, which takes
+# seconds, and they cost time at each call.
 
 _COMPILER = "functions that torch.compile is to leave alone: it may trace farprop"
 _FrameAction: Any = _find("torch._C._dynamo.eval_frame._FrameAction", _COMPILER, None)
@@ -248,11 +246,17 @@ _has_strategies: Final = None not in (_FrameAction, _FrameExecStrategy, _set_str
 
 
 def skip_in_compiler(function: Any, why: str, with_callees: bool = True) -> None:
-    """Have ``torch.compile`` run the function as it is, and all that it calls unless it is told otherwise."""
+    """Exclude a function from ``torch.compile``.
+
+    Args:
+        function: the function.
+        why: the reason, for the compiler's messages.
+        with_callees: whether the functions that it calls are excluded, too.
+    """
     if _has_strategies:
         callees = _FrameAction.SKIP if with_callees else _FrameAction.DEFAULT
         _set_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, callees))
-    # The tracer asks for these when it meets a call of the function.
+    # The tracer reads these attributes at a call of the function.
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = why
     function._torchdynamo_disable_recursive = with_callees
@@ -278,9 +282,9 @@ tree_map: Any = _find("torch.utils._pytree.tree_map", _TREES, _tree_map)
 tree_map_only: Any = _find("torch.utils._pytree.tree_map_only", _TREES, _tree_map_only)
 
 
-# Meeting places, and groups
+# Stores and groups
 
-# Reads "worker1/cuda:0".
+# Parses "worker1/cuda:0".
 parse_remote_device: Any = _find("torch.distributed.remote_device._remote_device", "RemoteModule")
 create_store: Any = _find("torch.distributed._create_store_from_options", "init_rpc without a world_size")
 
@@ -308,7 +312,7 @@ def _multiply_each(targets: Sequence[torch.Tensor], factor: float) -> None:
 
 foreach_copy: Any = _find("torch._foreach_copy_", _DDP, _copy_each)
 foreach_multiply: Any = _find("torch._foreach_mul_", _DDP, _multiply_each)
-# 0 where no two elements share memory. Others are given memory in the usual order.
+# 0 if no two elements share memory. Other tensors get memory in the default layout.
 internal_overlap: Any = _find(
     "torch._debug_has_internal_overlap", _DDP, lambda tensor: 0 if tensor.is_contiguous() else 1
 )
@@ -325,7 +329,7 @@ _has_backends: Final = None not in (_device_types, _get_backend, _register_backe
 
 
 def without_overrides(group: Any) -> Any:
-    """A group of torch's own class with the backends of one that derives from it."""
+    """Return a plain ``ProcessGroup`` with the backends of a group whose class derives from it."""
     if not _has_backends:
         return group
     plain: Any = dist.ProcessGroup(dist.ProcessGroup.rank(group), dist.ProcessGroup.size(group))  # type: ignore[call-arg]
@@ -334,7 +338,7 @@ def without_overrides(group: Any) -> Any:
     return plain
 
 
-# The mesh that one is a slice of; itself if it is none.
+# The mesh that a mesh is a slice of; a mesh that is not a slice is its own root.
 root_mesh: Any = _find(
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
     "slices of device meshes that DistributedDataParallel refuses",
@@ -347,12 +351,12 @@ _find(
 
 
 def active_ddp() -> Any:
-    """The DistributedDataParallel in whose forward pass this is, which the compiler asks torch's class for."""
+    """The DistributedDataParallel whose forward pass runs. The compiler reads it from torch's class."""
     return getattr(_TorchDDP, "_active_ddp_module", None)
 
 
 def set_active_ddp(module: Any) -> None:
-    """The forward pass of this one begins, or ends if it is the one from before."""
+    """Set the module whose forward pass begins; at its end, restore the earlier one."""
     _TorchDDP._active_ddp_module = module
 
 
@@ -364,11 +368,11 @@ class _JoinsNothing:
     throw_on_early_termination = False
 
 
-# How a module takes part in a Join, if it does.
+# The configuration of a Join that a module takes part in.
 join_config: Any = (lambda joinable: _JoinsNothing) if _join_config is None else operator.attrgetter("_join_config")
 
 
-# Operators of torch's, under the names that profiles and errors give them
+# Torch's operators, under their names in profiles and errors
 
 _OPERATOR_NAMES = "torch's operators under their own names in profiles, and their own errors"
 find_builtin: Any = _find("torch.jit._builtins._find_builtin", _OPERATOR_NAMES, lambda function: None)
@@ -380,12 +384,12 @@ qualified_name: Any = _find(
 )
 
 
-# TorchScript, which torch deprecates. Calls, references and gradients need none of it. Its classes are empty tuples if
-# they are missing: nothing is an instance of those.
+# TorchScript, which torch deprecates. Calls, references and gradients don't need it. A missing class is replaced with
+# an empty tuple, of which nothing is an instance.
 
 
 class _NoError(Exception):
-    """What nobody raises."""
+    """Stands in for a missing exception class. It is never raised."""
 
 
 _SCRIPT = "TorchScript: script functions and modules in calls, and calls from them"
@@ -395,7 +399,7 @@ ScriptMethod: Any = _find("torch._C.ScriptMethod", _SCRIPT, ())
 ScriptList: Any = _find("torch._C.ScriptList", _SCRIPT, ())
 ScriptDict: Any = _find("torch._C.ScriptDict", _SCRIPT, ())
 ScriptError: Any = _find("torch.jit.Error", _SCRIPT, _NoError)
-# A method of C++ has a module of C++.
+# Wraps the C++ module of a C++ method.
 wrap_module: Any = _find("torch.jit._recursive.wrap_cpp_module", _SCRIPT)
 script: Any = _find("torch.jit.script", _SCRIPT)
 save_script: Any = _find("torch.jit.save", _SCRIPT)
@@ -403,7 +407,7 @@ load_script: Any = _find("torch.jit.load", _SCRIPT)
 ScriptAttribute: Any = _find("torch.jit.Attribute", _SCRIPT)
 export: Callable[[_F], _F] = _find("torch.jit.export", _SCRIPT, lambda function: function)
 ignore: Callable[[_F], _F] = _find("torch.jit.ignore", _SCRIPT, lambda function: function)
-# All that Python has compiled.
+# The compilation unit of everything that Python has compiled.
 compilation_unit: Any = _find("torch.jit._state._python_cu", _SCRIPT)
 class_of_name: Any = _find("torch.jit._state._name_to_pyclass", _SCRIPT)
 # The compiler's types
@@ -429,17 +433,17 @@ class_defaults: Any = _find("torch.jit.frontend.get_default_args_for_class", _SC
 closure_of: Any = _find("torch._jit_internal.get_closure", _SCRIPT)
 no_source: Any = _find("torch._sources.fake_range", _SCRIPT)
 inline: Any = _find("torch._C._jit_pass_inline", _SCRIPT)
-# Where torch carries objects to the threads that compiled code goes on in
+# Torch carries objects stored here to the threads in which compiled code continues.
 stash_in_thread: Any = _find("torch._C._stash_obj_in_tls", _SCRIPT)
 stashed_in_thread: Any = _find("torch._C._get_obj_in_tls", _SCRIPT)
 is_stashed_in_thread: Any = _find("torch._C._is_key_in_tls", _SCRIPT)
-# It puts up with an object that says nothing: it is what carry_context puts there, without a context.
+# The fallback stores an object without a context, as carry_context does.
 remove_from_thread: Any = _find(
     "torch._C._remove_obj_from_tls",
     "threads of TorchScript that have nothing left of an autograd context that has ended",
     lambda key: stash_in_thread(key, (lambda: None, None)),
 )
-# Where its compiler asks farprop
+# The compiler's functions that farprop replaces
 _SCRIPT_HOOKS: Final = (
     _find_hook("torch.jit.frontend.parse_def", 1, _SCRIPT),
     _find_hook("torch._jit_internal.createResolutionCallbackFromEnv", 1, _SCRIPT),
@@ -452,11 +456,11 @@ _SCRIPT_HOOKS: Final = (
     _find_hook("torch.jit.load", 1, _SCRIPT),
 )
 script_hooks: Final = {hook.name: hook for hook in _SCRIPT_HOOKS if hook is not None}
-# All or nothing: compiled code that knows half of farprop fails in ways that nobody understands.
+# All or nothing: with half of the hooks, compiled code would fail with obscure errors.
 has_torchscript: Final = _SCRIPT not in _missing.values()
 
 
-# Torch unpickles what came in a collective of objects here.
+# Torch unpickles the objects of object collectives here.
 object_hook: Final = _find_hook(
     "torch.distributed.distributed_c10d._tensor_to_object",
     3,
@@ -465,7 +469,7 @@ object_hook: Final = _find_hook(
 
 
 def source_of(compiled: Any) -> Any:
-    """The Python function that a script function was compiled from; None if it is not known."""
+    """The Python function that a script function was compiled from; None if it is unknown."""
     return getattr(compiled, "_torchdynamo_inline", None)
 
 

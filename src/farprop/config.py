@@ -1,4 +1,4 @@
-"""Settings from the environment, read once per ``init_rpc``."""
+"""Settings from ``FARPROP_*`` environment variables, read once per ``init_rpc``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Settings:
-    """What ``FARPROP_*`` variables say."""
+    """The settings, with their defaults."""
 
     transport: str = "auto"
     interface: str | None = None
@@ -33,14 +33,21 @@ class Settings:
 
     @property
     def tls_files(self) -> tuple[str, str, str] | None:
-        """Certificate, key and CA, if the user has some."""
+        """The paths of the user's certificate, key and CA; None without them."""
         if self.tls_cert is None or self.tls_key is None or self.tls_ca is None:
             return None
         return self.tls_cert, self.tls_key, self.tls_ca
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Settings:
-        """Read and check the variables; a bad one is a ``UsageError`` that names it."""
+        """Read and check the variables.
+
+        Args:
+            env: the environment.
+
+        Raises:
+            UsageError: a variable is invalid. The text names it.
+        """
         transport = env.get("FARPROP_TRANSPORT", "auto")
         if transport not in ("auto", "tcp"):
             raise UsageError(

@@ -1,7 +1,7 @@
-"""The errors a user can meet. The type says whose fault it was.
+"""The exceptions that farprop raises. The type says what failed: the program, a peer, the network or the job.
 
-Every error is a ``RuntimeError``, because that is what code written for ``torch.distributed.rpc`` catches.
-A function's own exception is not here: it arrives as its own type.
+Every error is a ``RuntimeError``, because code written for ``torch.distributed.rpc`` catches that. An exception of a
+called function is not wrapped: the caller gets its own type.
 """
 
 from __future__ import annotations
@@ -13,41 +13,44 @@ _E = TypeVar("_E", bound=BaseException)
 
 
 class FarpropError(RuntimeError):
-    """Base of all errors that farprop itself raises."""
+    """Base class of all errors that farprop itself raises."""
 
 
 class UsageError(FarpropError):
-    """Farprop was used wrongly here: not initialised, an unknown worker, a bad setting."""
+    """This program used farprop wrongly: RPC is not initialised, a worker is unknown, a setting is invalid."""
 
 
 class NotExposedError(UsageError):
-    """A worker of a restricted job was asked to run, or to find, something that it does not expose."""
+    """A worker of a restricted job was asked to call or look up something that it does not expose."""
 
 
 class NotDataError(UsageError, TypeError):
-    """Something that is not data was to be sent in a restricted job. The text says what can be done instead."""
+    """A value that is not data can't be sent in a restricted job. The text says what to do instead."""
 
 
 class RpcTimeoutError(FarpropError, TimeoutError):
-    """No answer came within the call's deadline. The function may still run, or have run."""
+    """No answer arrived before the call's deadline. The function may still run, or may have run."""
 
 
 class ConnectionLostError(FarpropError, ConnectionError):
-    """The other worker could not be reached, or went away before it answered."""
+    """The other worker could not be reached, or the connection broke before it answered."""
 
 
 class OverloadedError(FarpropError):
-    """Too many requests wait at the other worker already, so this one was not run."""
+    """Too many requests wait at the other worker, so it refused this one without running it."""
 
 
 class ReferenceLostError(ConnectionLostError):
-    """The value of a remote reference can't be had any more: its owner died, or it was never made."""
+    """The value of a remote reference is lost: its owner died, or the value was never made."""
 
 
 class RemoteError(FarpropError):
     """A function raised on another worker and its exception could not be rebuilt here.
 
-    ``worker`` is where it ran, ``type_name`` the exception's class, ``remote_traceback`` the text of both.
+    Attributes:
+        worker: the name of the worker on which the function ran.
+        type_name: the name of the exception's class.
+        remote_traceback: the exception and its traceback, as text.
     """
 
     def __init__(self, message: str, worker: str = "", type_name: str = "", remote_traceback: str = "") -> None:
@@ -69,11 +72,11 @@ class CollectiveError(FarpropError):
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
-    """A collective was not done in time: a rank has not called it, or is slow or gone."""
+    """A collective timed out: a rank has not called it, or is slow or gone."""
 
 
 class CollectiveMismatchError(CollectiveError):
-    """Ranks of a group called different things as the same collective. The text says which rank called what."""
+    """The ranks of a group called different collectives at the same point. The text says which rank called what."""
 
 
 class RankLostError(CollectiveError, ConnectionLostError):
@@ -81,15 +84,15 @@ class RankLostError(CollectiveError, ConnectionLostError):
 
 
 class ReductionError(FarpropError):
-    """DistributedDataParallel can't go on: gradients were not all reduced. The text names the parameters."""
+    """DistributedDataParallel can't go on: not all gradients were reduced. The text names the parameters."""
 
 
 class TorchVersionError(FarpropError):
-    """This torch lacks a private name that what was used here needs. The text says which, and of what version."""
+    """This version of torch lacks a private name that the used feature needs. The text names both."""
 
 
 class TorchVersionWarning(UserWarning):
-    """This torch is none that farprop was tried with, or lacks names that farprop uses. The text says what is off."""
+    """Farprop was not tested with this version of torch, or the version lacks names that farprop uses."""
 
 
 class ProtocolError(FarpropError):
@@ -97,7 +100,7 @@ class ProtocolError(FarpropError):
 
 
 class InjectedFaultError(FarpropError):
-    """A message or a collective failed because a fault plan or a ``FaultyProcessGroup`` says so."""
+    """A fault plan or a ``FaultyProcessGroup`` made a message or a collective fail."""
 
 
 class AuthenticationError(FarpropError):
@@ -105,14 +108,14 @@ class AuthenticationError(FarpropError):
 
 
 class RendezvousError(FarpropError):
-    """The workers of the job did not come together."""
+    """The workers of the job could not form a group."""
 
 
 def renewed(error: BaseException) -> BaseException:
-    """A copy of an exception, to be raised in its place; itself if it can't be copied.
+    """Copy an exception that is stored and raised many times; returns the exception itself if it can't be copied.
 
-    An exception keeps the frames that it was raised through, and they keep all that they work with. One that is kept
-    because it is raised at each use of something would keep that thing for ever.
+    A raised exception refers to the frames that it was raised through, and they refer to their local variables. A
+    stored exception would keep them alive, so a copy is raised instead.
     """
     try:
         made = copy.copy(error)
@@ -128,11 +131,11 @@ def renewed(error: BaseException) -> BaseException:
 
 
 def without_frames(error: _E) -> _E:
-    """The exception, to be kept: it lets go of the frames that it and its causes were raised through."""
+    """Drop the tracebacks and contexts of an exception and its causes before it is stored; returns the exception."""
     seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        link.__traceback__ = link.__context__ = None
-        link = link.__cause__
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        cause.__traceback__ = cause.__context__ = None
+        cause = cause.__cause__
     return error

@@ -1,4 +1,4 @@
-"""Who is who: the name and number of a worker, and numbers that are unique in a job."""
+"""Names and ranks of workers, and ids that are unique in a job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ _NAME = re.compile(r"[A-Za-z0-9_\-:]+")
 
 
 class WorkerInfo:
-    """A worker's name and its number in the job (its rank)."""
+    """A worker's name and its id, which is its rank in the job.
+
+    Args:
+        name: the name.
+        id: the rank.
+    """
 
     __slots__ = ("id", "name")
 
@@ -38,12 +43,17 @@ class WorkerInfo:
     def __repr__(self) -> str:
         return f"WorkerInfo(id={self.id}, name={self.name})"
 
+    @property
+    def label(self) -> str:
+        """The worker's name in log lines."""
+        return f"{self.name} (rank {self.id})"
+
     def __reduce__(self) -> tuple[object, ...]:
         return WorkerInfo, (self.name, self.id)
 
 
 def check_worker_name(name: str) -> None:
-    """Refuse a name that could not be written into a log line or a profiler key."""
+    """Raise ``UsageError`` for a name that is empty, too long, or has characters other than torch allows."""
     if not name:
         raise UsageError("A worker's name must be non-empty. Give init_rpc a name such as 'worker0'.")
     if len(name) >= MAX_NAME_LENGTH:
@@ -57,7 +67,7 @@ def check_worker_name(name: str) -> None:
 
 
 class GlobalId(NamedTuple):
-    """Unique in the job: the rank of the worker that made it, and a number of that worker."""
+    """An id that is unique in the job: the rank of the worker that made it, and a number that is unique there."""
 
     created_on: int
     local_id: int
@@ -67,5 +77,5 @@ class GlobalId(NamedTuple):
 
 
 def unguessable(bits: int) -> Iterator[int]:
-    """Numbers from 1 that nobody can guess, for ids in jobs whose workers don't trust each other. For any thread."""
+    """Random numbers from 1 on, for ids in jobs whose workers don't trust each other. Thread-safe."""
     return iter(lambda: secrets.randbelow((1 << bits) - 1) + 1, 0)

@@ -80,7 +80,7 @@ def _late() -> None:
         rpc.rpc_sync("worker1", torch.neg, args=(torch.ones(2),))
         late = autograd._current_context()
     wait_until(lambda: not rpc.rpc_sync("worker1", g.context_exists, args=(context_id,)))
-    from farprop.runtime.gradients.contexts import current_context
+    from farprop.runtime.autograd.contexts import current_context
 
     token = current_context.set(late)
     try:

@@ -10,7 +10,7 @@ import torch
 
 import farprop.autograd as dist_autograd
 import farprop.rpc as rpc
-from farprop.runtime.gradients.nodes import SendRpcBackward
+from farprop.runtime.autograd.nodes import SendRpcBackward
 from tests.support.workers import Cluster
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import farprop.rpc as rpc
-from farprop.runtime.current import current_agent
+from farprop.runtime.agent_registry import current_agent
 
 ran: list[Any] = []
 gate = threading.Event()
@@ -139,7 +139,7 @@ def sleep(seconds: float) -> None:
 
 
 class Custom(Exception):
-    """Takes two arguments and pickles as they say."""
+    """An exception with two constructor arguments, which pickle finds in ``args``."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(code, text)
@@ -148,7 +148,7 @@ class Custom(Exception):
 
 
 class Stubborn(Exception):
-    """Pickles, but its constructor does not take what the pickle gives it."""
+    """Can be pickled but not unpickled: its constructor refuses the pickled arguments."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(text)

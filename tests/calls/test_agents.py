@@ -1,4 +1,4 @@
-"""What ``rpc.api._get_current_rpc_agent()`` gives, on several workers."""
+"""The agent that ``rpc.api._get_current_rpc_agent()`` returns, on several workers."""
 
 from __future__ import annotations
 

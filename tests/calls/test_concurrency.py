@@ -10,7 +10,13 @@ import torch
 
 import farprop.rpc as rpc
 from tests.calls import functions as f
+from tests.support import lock_order
 from tests.support.workers import cluster
+
+
+@pytest.fixture(autouse=True)
+def _locks_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(lock_order.VARIABLE, "1")
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

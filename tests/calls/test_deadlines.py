@@ -1,4 +1,4 @@
-"""Deadlines: per call, per process, none; and what is too late is not started."""
+"""Deadlines: per call, per process, none. A call that arrives too late is not started."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _per_call_and_per_process() -> None:
     rpc._set_rpc_timeout(60)
     rpc.rpc_sync("worker1", f.open_gate)
     assert forever.wait() == also.wait() == "through"
-    with pytest.raises(ValueError, match="0 .none. or more"):
+    with pytest.raises(ValueError, match="0 .no timeout. or more"):
         rpc._set_rpc_timeout(-5)
 
 
@@ -99,7 +99,7 @@ def _after_it_goes_on() -> None:
 
 
 def test_a_stopped_peer_costs_the_deadline_and_no_more(env: dict[str, str]) -> None:
-    """It takes no bytes, so the socket fills up; the caller must see its deadline all the same."""
+    """The worker reads no bytes, so the socket fills up. The call must still end at its deadline."""
     with cluster(2, env) as c:
         c.run(0, rpc.rpc_sync, "worker1", f.noop)
         c.signal(1, signal.SIGSTOP)

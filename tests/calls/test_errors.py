@@ -1,4 +1,4 @@
-"""Exceptions: whose fault it was, with all that is known about it."""
+"""Exceptions at the caller: their types, texts, notes and remote tracebacks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _explode() -> None:
 
 
 class Grenade:
-    """Raises where it is unpickled."""
+    """Raises when it is unpickled."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return _explode, ()

@@ -1,4 +1,4 @@
-"""What can be called."""
+"""The kinds of functions that can be called on another worker."""
 
 from __future__ import annotations
 

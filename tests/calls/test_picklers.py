@@ -1,4 +1,4 @@
-"""Picklers that a program derives from the RPC's: what they decide, and what goes through them."""
+"""Picklers that a program derives from the RPC pickler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def workers() -> Iterator[Cluster]:
 
 
 class Plain(_InternalRPCPickler):
-    """Another pickler, which changes nothing."""
+    """A derived pickler that changes nothing."""
 
 
 def _scaled(x: torch.Tensor, rref: Any) -> torch.Tensor:
@@ -93,7 +93,7 @@ def test_operators_and_script_functions_go_past_it(workers: Cluster) -> None:
 
 
 class Secretive:
-    """Pickle can't take it."""
+    """Can't be pickled."""
 
     def __init__(self, n: int) -> None:
         self.n = n

@@ -1,4 +1,4 @@
-"""Bugs that were found once, each with the test that would have found it."""
+"""Regression tests, one for each fixed bug."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 
 import farprop.rpc as rpc
 from farprop.errors import RpcTimeoutError
-from farprop.runtime.current import current_agent
+from farprop.runtime.agent_registry import current_agent
 from tests.calls import functions as f
 from tests.support.workers import cluster, run_workers
 
@@ -29,7 +29,7 @@ def _keep_arrays() -> list[float]:
 
 
 def test_numpy_arrays_that_are_kept_stay_what_they_were(env: dict[str, str]) -> None:
-    """NumPy makes a view of its own from the one it is given, and drops that: the memory was taken for free."""
+    """NumPy makes its own view of a buffer and drops ours: the segment was returned while it was in use."""
     with cluster(2, env) as c:
         assert c.run(0, _keep_arrays) == [i * 1e5 for i in range(5)]
 
@@ -95,7 +95,7 @@ def _interrupt_often() -> int:
                 signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, signal.SIG_IGN)
     assert rpc.rpc_sync("worker1", f.add, args=(1,), timeout=20) == 2
-    current_agent().link("worker1").validate()
+    current_agent().peers.connect("worker1").validate()
     return interrupts
 
 

@@ -158,7 +158,7 @@ def test_every_way_to_say_where(env: dict[str, str]) -> None:
 
 
 class Devices(nn.Module):
-    """Says where its arguments are."""
+    """Returns the devices of its arguments."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How a job comes together, and what it says when it does not."""
+"""``init_rpc``: how workers join a job, and the errors when they can't."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _start(rank: int, world_size: int | None, init_method: Any, name: str | None
 
 
 def _ring(rank: int, world_size: int) -> str:
-    """Call the next worker, and leave together."""
+    """Call the next worker, then shut down gracefully."""
     name = rpc.rpc_sync(f"worker{(rank + 1) % world_size}", f.own_name)
     rpc.shutdown()
     return str(name)

@@ -1,4 +1,4 @@
-"""Stopping: gracefully, at once, not at all; and with others that die."""
+"""``shutdown``: graceful, immediate, missing; and with workers that die."""
 
 from __future__ import annotations
 

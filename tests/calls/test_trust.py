@@ -1,4 +1,4 @@
-"""Who may call: only who knows the secret. And garbage on a live port harms nobody."""
+"""Authentication: only workers that know the secret can call. Garbage on an open port does no harm."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from hypothesis import strategies as st
 
 import farprop.rpc as rpc
 from farprop.errors import AuthenticationError
-from farprop.protocol.handshake import Dialler
+from farprop.protocol.handshake import DialerHandshake
 from farprop.protocol.roster import Identity
-from farprop.runtime.current import current_agent
-from farprop.runtime.dialling import SomebodyElse
-from farprop.wire.frames import REQUEST, pack
+from farprop.runtime.agent_registry import current_agent
+from farprop.runtime.dialer import WrongPeerError
+from farprop.wire.message import REQUEST
 from tests.calls import functions as f
 from tests.support.peers import dial_as, hangs_up, own_entry, own_keys, receive
+from tests.support.raw_messages import pack
 from tests.support.workers import Cluster, cluster, run_workers
 
 pytestmark = pytest.mark.one_transport  # it chooses its own
@@ -68,7 +69,7 @@ def test_different_secrets_are_refused_on_both() -> None:
 
 
 def test_workers_that_share_no_place_to_find_a_secret_are_told_to_set_one(tmp_path: Path) -> None:
-    """As across hosts: each finds a secret of its own."""
+    """Each worker makes a secret of its own, as on different hosts."""
     env = []
     for rank in range(2):
         place = tmp_path / str(rank)
@@ -83,7 +84,7 @@ def test_workers_that_share_no_place_to_find_a_secret_are_told_to_set_one(tmp_pa
 
 
 def _secret_files() -> list[tuple[str, int]]:
-    directory = current_agent()._secret.found.file.parent  # type: ignore[union-attr]
+    directory = current_agent()._endpoint.secret.found.file.parent  # type: ignore[union-attr]
     return [(name, (directory / name).stat().st_mode & 0o777) for name in os.listdir(directory)]
 
 
@@ -130,7 +131,7 @@ def _serves(c: Cluster) -> None:
 
 
 class Bomb:
-    """If this is ever unpickled, a file appears."""
+    """Creates a file if it is ever unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -146,7 +147,7 @@ def test_nothing_is_unpickled_before_the_proof(kind: str, tmp_path: Path) -> Non
     path = tmp_path / "boom"
     bomb = pickle.dumps(((Bomb(str(path)),), {}))
     request = pack(REQUEST, 0, 1, 0.0, b"builtins:print", bomb)
-    hello = Dialler(b"wrong key" * 4, b"worker1", b"worker0", b"unix", os.urandom(32)).start()
+    hello = DialerHandshake(b"wrong key" * 4, b"worker1", b"worker0", b"unix", os.urandom(32)).start()
     with cluster(2) as c:
         # The last bytes take away any hope that more might make sense of it.
         flood = b"\xff" * 2000
@@ -177,7 +178,7 @@ def test_who_knows_the_secret_but_is_not_of_the_group_is_refused() -> None:
 
 
 def test_a_dial_that_means_another_worker_is_refused() -> None:
-    """As when somebody leads it to another worker of the same job."""
+    """The address of a worker leads to another worker of the same job."""
     with cluster(2) as c:
         keys, entry, other = c.run(0, own_keys), c.run(0, own_entry), c.run(1, own_entry)
         for meant in (
@@ -185,7 +186,7 @@ def test_a_dial_that_means_another_worker_is_refused() -> None:
             dataclasses.replace(entry, instance="before"),
             dataclasses.replace(entry, rank=1),
         ):
-            with pytest.raises(SomebodyElse, match="worker0"):
+            with pytest.raises(WrongPeerError, match="worker0"):
                 dial_as(other.identity, keys, meant)
         _serves(c)
 
@@ -236,7 +237,7 @@ def test_a_bad_pickle_of_a_proven_peer_is_an_answer_not_a_crash() -> None:
 )
 @given(data=st.binary(min_size=1, max_size=2000), valid=st.integers(0, 42), kind=st.sampled_from(["tcp", "unix"]))
 def _fuzz(c: Cluster, addresses: Any, data: bytes, valid: int, kind: str) -> None:
-    hello = Dialler(b"k" * 32, b"x", b"y", b"unix", os.urandom(32)).start()
+    hello = DialerHandshake(b"k" * 32, b"x", b"y", b"unix", os.urandom(32)).start()
     if kind == "tcp":
         connection = socket.create_connection(addresses[0])
     else:
@@ -286,4 +287,4 @@ def test_floods_of_connections_and_of_bytes_are_capped() -> None:
 
 
 def _unproven() -> int:
-    return len(current_agent()._server._door._unproven)
+    return len(current_agent()._server._acceptor._pending)

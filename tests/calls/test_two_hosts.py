@@ -151,7 +151,7 @@ def _shut_down() -> None:
 
 
 def test_shutdown_after_a_cut_takes_no_longer_than_it_may(hosts: Hosts) -> None:
-    """Also for a worker that has to dial the other one first."""
+    """The same holds for a worker that has to dial the other one first."""
     with cluster(2, hosts.environments([0, 1])) as job:
         hosts.cut(1)
         for end in [job.start(rank, _shut_down) for rank in range(2)]:

@@ -1,4 +1,4 @@
-"""Values on their way between real workers. What each tensor looks like is tested with the codec."""
+"""Values in calls between real workers. ``test_codec.py`` covers the kinds of tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import farprop.rpc as rpc
-from farprop.runtime.current import current_agent
+from farprop.runtime.agent_registry import current_agent
 from tests.calls import functions as f
 from tests.support.workers import cluster
 
@@ -105,7 +105,7 @@ def _hold_and_let_go() -> None:
 
 
 def _lent_bytes() -> int:
-    return sum(connection.lending.lent_bytes for connection in current_agent()._server._connections.values())
+    return sum(connection.sender.lent_bytes for connection in current_agent()._server._connections.values())
 
 
 def _until_little_is_lent() -> None:

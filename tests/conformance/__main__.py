@@ -27,26 +27,19 @@ def main() -> int:
     _prepare_environment(options.timeout)
 
     # Here, after the environment is set: torch reads it when it is imported.
-    from tests.conformance import needs
     from tests.conformance.runner import EXCLUDED, FAILED, Outcome, Runner
     from tests.conformance.suites import load
 
-    suites, filled = load(options.on)
-    if options.needs:
-        needs.watch()
+    suites = load(options.on)
     every = [f"{name}.{test}" for name, suite in suites.items() for test in suite.names]
     names = every
-    if options.held:
-        names = _select(names, _lines(HERE / "held.txt"))
+    if options.required:
+        names = _select(names, _lines(HERE / "required.txt"))
     if options.only:
         names = _select(names, options.only)
-    if options.without:
-        names = needs.without(names, options.without)
     if options.list:
         print("\n".join(names))
         return 0
-    if filled:
-        print(f"placeholders for what farprop.rpc lacks: {', '.join(filled)}", flush=True)
 
     excluded = _exclusions(every) if options.on == "farprop" else {}
     outcomes = [Outcome(name, EXCLUDED, detail=excluded[name]) for name in names if name in excluded]
@@ -60,16 +53,12 @@ def main() -> int:
 
     started = time.monotonic()
     logs = BUILD / "conformance" / options.on
-    runner = Runner(suites, jobs=options.jobs, timeout=options.timeout, logs=logs, noting=options.needs)
+    runner = Runner(suites, jobs=options.jobs, timeout=options.timeout, logs=logs)
     runner.run(wanted, report)
     seconds = time.monotonic() - started
 
     outcomes.sort(key=lambda outcome: names.index(outcome.name))
     _write(options.on, seconds, outcomes)
-    if options.needs:
-        found = {outcome.name: outcome.needs for outcome in outcomes if outcome.result == "passed"}
-        needs.save(found)
-        print("\n" + needs.summary(found))
     _print_table(outcomes)
     print(f"on {options.on}, {seconds:.0f} s, logs in {os.path.relpath(logs)}")
     counts = Counter(outcome.result for outcome in outcomes)
@@ -81,20 +70,13 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
     add = parser.add_argument
     add("--only", nargs="+", metavar="CLASS[.TEST]", help="these classes or tests; * and ? match anything")
-    add("--held", action="store_true", help="the tests of held.txt, which CI keeps green")
-    add(
-        "--without",
-        nargs="+",
-        choices=("reference", "autograd", "script"),
-        help="only tests that need none of these",
-    )
+    add("--required", action="store_true", help="the tests of required.txt, which must pass in CI")
     add(
         "--on",
         choices=("farprop", "torch", "both"),
         default="farprop",
         help="torch: on its own RPC, Gloo and DDP, unredirected; both: one after the other, and compare",
     )
-    add("--needs", action="store_true", help="on torch: find out what each test needs and write needs.txt")
     add(
         "--jobs",
         type=int,
@@ -103,10 +85,7 @@ def _options() -> argparse.Namespace:
     )
     add("--timeout", type=float, default=120.0, help="seconds until a test is killed (%(default)s)")
     add("--list", action="store_true", help="name the tests and run none")
-    options = parser.parse_args()
-    if options.needs:
-        options.on = "torch"
-    return options
+    return parser.parse_args()
 
 
 def _prepare_environment(timeout: float) -> None:

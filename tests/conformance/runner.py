@@ -11,12 +11,11 @@ import tempfile
 import time
 import unittest
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
-from tests.conformance import needs
 from tests.conformance.ranks import die_with_parent
 from tests.conformance.suites import Suite
 
@@ -33,7 +32,6 @@ class Outcome:
     result: str
     seconds: float = 0.0
     detail: str = ""
-    needs: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -55,13 +53,11 @@ class Runner:
         jobs: int,
         timeout: float,
         logs: Path,
-        noting: bool,
     ) -> None:
         self._suites = suites
         self._jobs = jobs
         self._timeout = timeout
         self._logs = logs
-        self._noting = noting
         self._running: list[_Job] = []
 
     def run(self, names: Iterable[str], report: Callable[[Outcome], None]) -> None:
@@ -120,10 +116,9 @@ class Runner:
                 result, detail = FAILED, f"killed after {self._timeout:.0f} s"
             else:
                 continue
-            noted = needs.read(job.scratch / "needs") if self._noting else []
             self._end(job)
             self._running.remove(job)
-            outcomes.append(Outcome(job.name, result, seconds, detail, noted))
+            outcomes.append(Outcome(job.name, result, seconds, detail))
         return outcomes
 
     def _receive(self, job: _Job) -> tuple[str, str]:
@@ -151,8 +146,6 @@ class Runner:
         tempfile.tempdir = os.environ["TMPDIR"] = str(scratch)
         if name in _FAST:
             os.environ["FARPROP_AUTOGRAD_MODE"] = "fast"
-        if self._noting:
-            needs.note_to(scratch / "needs")
         log = os.open(self._log(name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)

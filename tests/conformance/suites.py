@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tests.conformance import placeholders
 from tests.conformance.collectives import CollectivesSuite
 from tests.conformance.ranks import fork_ranks
 
@@ -72,15 +71,9 @@ class RpcSuite:
         return built
 
 
-def load(on: str) -> tuple[dict[str, Suite], list[str]]:
-    """Import the tests, on ``"farprop"`` or ``"torch"``.
-
-    Returns the test classes by name, and the names that placeholders were made for.
-    """
-    filled: list[str] = []
+def load(on: str) -> dict[str, Suite]:
+    """Import the tests, on ``"farprop"`` or ``"torch"``, and return the test classes by name."""
     if on == "farprop":
-        # First the placeholders: install() also points what torch itself took from its RPC at ours.
-        filled = placeholders.fill()
         importlib.import_module("farprop.compat").install()
     # What all test modules need. If this fails (it wants the package expecttest) there is nothing to run.
     importlib.import_module("torch.testing._internal.common_distributed")
@@ -99,7 +92,7 @@ def load(on: str) -> tuple[dict[str, Suite], list[str]]:
     # Keeps the collector off what is there now, so that its pages stay shared with the children.
     gc.collect()
     gc.freeze()
-    return suites, filled
+    return suites
 
 
 def _stand_in_for_broken_modules() -> None:

@@ -1,4 +1,4 @@
-"""Process groups and works as strangers write them: on torch's classes alone, with nothing of farprop's.
+"""Process groups and works as third parties write them: they use only torch's classes, nothing of farprop's.
 
 Each does its collectives on a group of torch's, so that they are right, and then returns a work of one kind.
 """
@@ -21,7 +21,7 @@ Log = Counter[tuple[str, int]]
 
 
 class SubclassWork(dist.Work):
-    """Done from the start. ``wait`` has to get its argument."""
+    """Completed from the start. ``wait`` requires its argument."""
 
     def __init__(self, result: Any, group: Foreign) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class SubclassWork(dist.Work):
 
 
 class LateWork(dist.Work):
-    """Done when its group says so."""
+    """Completed by its group."""
 
     def __init__(self, group: Foreign, error: Exception | None = None) -> None:
         super().__init__()
@@ -63,14 +63,14 @@ class LateWork(dist.Work):
 
 
 class Foreign:
-    """What groups of this file have in common: they count, and their works are of one kind.
+    """The base of the groups in this file: they count calls, and their works are of one kind.
 
     Kinds of works: ``subclass``, ``wrapper`` (torch makes it of a future), ``plain`` (of torch's own C++ classes), and
     ``late``: all-reduces of a backward pass are done at its end, the last one first.
     """
 
     log: Log
-    fails: int  # the all-reduce that fails, counted from now on; 0 for none
+    fails: int  # which all-reduce from now on fails; 0 for none
 
     def set_up(self, inner: dist.ProcessGroup, kind: str) -> None:
         self.inner, self.kind = inner, kind
@@ -79,7 +79,7 @@ class Foreign:
         self.kept: list[Any] = []  # C++ does not keep the Python side of works
         self._held: list[tuple[LateWork, Any]] = []
         self._holds = False
-        self.finished: list[int] = []  # in which order late works were
+        self.finished: list[int] = []  # the order in which late works were completed
 
     def begin_backward(self) -> None:
         """Called when a backward pass begins: at its end, before anybody waits, late works are done in reverse."""
@@ -88,7 +88,7 @@ class Foreign:
             torch.autograd.Variable._execution_engine.queue_callback(self._release)
 
     def _release(self) -> None:
-        self._holds = False  # a static graph's first all-reduces come after this
+        self._holds = False  # the first all-reduces of a static graph follow this
         held, self._held = self._held, []
 
         def finish() -> None:
@@ -137,7 +137,7 @@ class Foreign:
 
 
 class DirectGroup(Foreign, dist.ProcessGroup):
-    """Derives from torch's class, and has the three collectives that torch's DistributedDataParallel calls."""
+    """Derives from torch's class, and implements the three collectives that torch's DDP calls."""
 
     def __init__(self, inner: dist.ProcessGroup, kind: str) -> None:
         dist.ProcessGroup.__init__(self, inner.rank(), inner.size())
@@ -159,7 +159,7 @@ class DirectGroup(Foreign, dist.ProcessGroup):
 
 
 class RenamedGroup(DirectGroup):
-    """Tells C++ its rank and size by overrides; those that Python sees are something else, as in some wrappers."""
+    """Overrides rank and size for C++; Python sees other values, as in some wrappers."""
 
     def __init__(self, inner: dist.ProcessGroup, kind: str) -> None:
         dist.ProcessGroup.__init__(self, 0, 1)
@@ -176,7 +176,7 @@ class RenamedGroup(DirectGroup):
 
 
 class GlooGroup(Foreign, dist.ProcessGroup):
-    """Has the backend of another group, and overrides one method alone."""
+    """Uses the backend of another group, and overrides only one method."""
 
     def __init__(self, inner: dist.ProcessGroup, kind: str) -> None:
         dist.ProcessGroup.__init__(self, inner.rank(), inner.size())
@@ -192,7 +192,7 @@ class GlooGroup(Foreign, dist.ProcessGroup):
 
 
 class SubsetGroup(GlooGroup):
-    """The same with a backend that has no thread of its own: with Gloo's, torch's class hangs now and then."""
+    """The same with a backend that has no thread of its own: on Gloo torch's class hangs now and then."""
 
     def __init__(self, inner: dist.ProcessGroup, kind: str) -> None:
         dist.ProcessGroup.__init__(self, inner.rank(), inner.size())

@@ -1,4 +1,4 @@
-"""Modules for DistributedDataParallel, and what one process computes with them."""
+"""Modules for the tests of DistributedDataParallel, and the expected results of one process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Net(nn.Module):
-    """Two branches of different depth, dtypes aside; a weight that is shared, and one with other strides."""
+    """Two branches of different depth, with a shared weight and one with unusual strides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Net(nn.Module):
 
 
 class Unused(Net):
-    """One layer that no rank uses, and one that some do."""
+    """A layer that no rank uses, and one that only some ranks use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def assert_gradients(module: nn.Module, right: nn.Module, tolerance: float = 1e-
 
 
 def step(module: nn.Module) -> None:
-    """A step of gradient descent. Torch's optimisers import its compiler first, and that keeps the default group."""
+    """A step of gradient descent. Torch's optimizers import the compiler, which keeps the default group alive."""
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""The arguments that torch's DistributedDataParallel takes, and methods of it that programs call."""
+"""The arguments and methods of torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def wrapped(module: nn.Module | None = None, **options: Any) -> DistributedDataP
         ({"bucket_cap_mb_list": [1, 2]}, r"bucket_cap_mb_list=\[1, 2\]. .* as bucket_cap_mb"),
     ],
 )
-def test_what_it_does_not_have_is_refused(options: dict[str, Any], sentence: str) -> None:
+def test_unsupported_arguments_raise(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         wrapped(**options)
 
 
-def test_what_means_nothing_is_taken() -> None:
+def test_arguments_without_effect_are_accepted() -> None:
     ddp = wrapped(skip_all_reduce_unused_params=False, bucket_cap_mb_list=[], batched_grad_copy=True, dim=1)
     assert (ddp.dim, ddp.batched_grad_copy, ddp.mixed_precision) == (1, True, None)
     assert (ddp.device_type, ddp.is_multi_device_module, ddp.output_device) == ("cpu", False, None)
     with pytest.warns(FutureWarning, match="check_reduction is deprecated"):
         wrapped(check_reduction=True)
-    with pytest.raises(ValueError, match="output_device is for modules on the one device .* Leave it out"):
+    with pytest.raises(ValueError, match="output_device=.* needs device_ids.* Leave it out"):
         wrapped(output_device="cpu")
 
 
@@ -66,12 +66,12 @@ def meshes(rank: int, size: int) -> None:
             DistributedDataParallel(Net(), device_mesh=square["rows"])
 
 
-def test_a_mesh_is_as_good_as_its_group() -> None:
+def test_a_mesh_stands_for_its_group() -> None:
     run_workers(meshes, 2, (2,))
 
 
 class Counting(nn.Module):
-    """Buffers and parameters that ranks may have in common, or not."""
+    """Has synchronised and ignored buffers and parameters."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def state(module: nn.Module) -> list[float]:
     return [value.item() for value in module.state_dict().values()]
 
 
-# What a module of rank 1 has, as (shared, own, seen, own_seen), once it is wrapped and after a forward pass.
+# The (shared, own, seen, own_seen) of rank 1's module, after wrapping and after a forward pass.
 BUFFERS: dict[str, tuple[dict[str, Any], list[float], list[float]]] = {
     "by default": ({}, [0, 0, 0, 0], [0, 0, 0, 0]),
     "not at all": ({"broadcast_buffers": False}, [0, 0, 1, 1], [0, 0, 5, 5]),
@@ -116,7 +116,7 @@ def buffers(rank: int, size: int) -> None:
         assert ddp.module.seen.item() == 0
 
 
-def test_when_ranks_get_the_buffers_of_rank_0() -> None:
+def test_when_buffers_are_synchronised() -> None:
     run_workers(buffers, 2, (2,))
 
 
@@ -138,7 +138,7 @@ def ignored(rank: int, size: int) -> None:
         assert ddp._distributed_rank == rank
 
 
-def test_parameters_and_buffers_that_each_rank_has_for_itself() -> None:
+def test_ignored_parameters_and_buffers() -> None:
     run_workers(ignored, 2, (2,))
 
 
@@ -162,11 +162,11 @@ def test_builtin_hooks() -> None:
     run_workers(builtin_hooks, 2, (2,))
 
 
-def test_inputs_and_outputs_for_subclasses() -> None:
+def test_moving_inputs_and_outputs() -> None:
     ddp = wrapped()
     inputs, named = ddp.to_kwargs((torch.ones(2),), {"y": torch.zeros(1)}, "cpu")
     assert inputs[0][0].tolist() == [1, 1]
     assert named[0]["y"].tolist() == [0]
     assert ddp.scatter((5,), {"a": 1}, [0, 1]) == (((5,), (5,)), ({"a": 1}, {"a": 1}))
-    with pytest.raises(AssertionError, match="not implemented for CPU tensors"):  # so says torch's
+    with pytest.raises(AssertionError, match="not implemented for CPU tensors"):  # torch's own error
         ddp.gather(torch.ones(2), "cpu")

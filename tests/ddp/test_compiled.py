@@ -18,7 +18,7 @@ from tests.support.workers import run_workers
 
 
 class Layers(nn.Module):
-    """Two layers of more than 1 MiB; the compiler passes over modules of torch's own."""
+    """Two layers of more than 1 MiB. It is a class of its own, because the compiler does not trace torch's modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def batch(rank: int, number: int) -> torch.Tensor:
 
 
 def run(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
-    """On so many ranks. What they leave behind is not looked at: torch's compiler keeps groups that it has seen."""
+    """Run on ``size`` ranks without a check for leaks: torch's compiler keeps groups alive."""
     return run_workers(function, size, (size, *args), check=False)
 
 
@@ -90,8 +90,8 @@ def test_training(group_kind, ddp_class, how):
     assert counts[0] == counts[1] >= 1
 
 
-def test_graphs_are_cut_where_buckets_end():
-    """Else all gradients would come at once, when there is nothing left to hide the reduction behind."""
+def test_graphs_are_split_where_buckets_end():
+    """Otherwise all gradients would be ready at once, and no computation would overlap with the reduction."""
     ours = run(train, 2, "gloo", DistributedDataParallel, "around")
     theirs = run(train, 2, "gloo", TorchDDP, "around")
     assert ours == theirs
@@ -99,7 +99,7 @@ def test_graphs_are_cut_where_buckets_end():
 
 
 def small_buckets(rank: int, size: int) -> None:
-    """The compiler refuses to cut graphs by buckets of less than 1 MiB."""
+    """The compiler can't split graphs by buckets of less than 1 MiB."""
     with default_group("gloo", rank, size):
         ddp = DistributedDataParallel(nn.Linear(3, 3), bucket_cap_mb=0.0001)
         torch.compile(ddp, backend="eager")(torch.ones(1, 3)).sum().backward()

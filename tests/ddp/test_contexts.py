@@ -22,7 +22,7 @@ TRAINERS = 2
 
 
 class Server:
-    """The layer that lives on the last worker."""
+    """The layer on the last worker."""
 
     layer: nn.Module
 
@@ -37,7 +37,7 @@ def make_layer() -> nn.Module:
 
 
 class Split(nn.Module):
-    """A layer here, one elsewhere, and the rest here again."""
+    """A local layer, a remote one, and more local ones."""
 
     def __init__(self, is_split: bool) -> None:
         super().__init__()
@@ -83,17 +83,17 @@ def train(rank: int, group: dist.ProcessGroup, options: dict[str, Any]) -> None:
             dist_autograd.backward(context_id, [loss])
             right = expected(number, uses)
             check(ours, context_id, right)
-            # The next iteration does not write to what this one has left.
+            # The next iteration does not write to these gradients.
             kept.append((dist_autograd.get_gradients(context_id)[ours.before.weight], right["before.weight"]))
     for gradient, value in kept:
         torch.testing.assert_close(gradient, value, rtol=0, atol=1e-10)
 
 
 def fail(rank: int, group: dist.ProcessGroup, options: dict[str, Any]) -> None:
-    """The second iteration's collective fails: its pass leaves no gradient behind, and the third is as ever."""
+    """The collective of the second iteration fails: its pass leaves no gradients, and the third iteration works."""
     ours = Split(True)
     del ours.after.never
-    faulty = FaultyProcessGroup(group, fail=[4])  # after the two that tell the new buckets
+    faulty = FaultyProcessGroup(group, fail=[4])  # after the two that broadcast the new buckets
     ddp = DistributedDataParallel(ours, process_group=faulty, init_sync=False, **options)
     for number in range(3):
         with dist_autograd.context() as context_id:

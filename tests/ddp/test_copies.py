@@ -45,11 +45,11 @@ def copied(rank: int, size: int) -> None:
                 assert all(a.equal(b) for a, b in zip(ddp.parameters(), other.parameters(), strict=True))
                 assert other.static_graph == ddp.static_graph
                 train(other, right, rank, size, range(2, 5))
-                # The first one has not learned from that.
+                # Training the copy has not changed the original.
                 assert not any(a.equal(b) for a, b in zip(ddp.parameters(), other.parameters(), strict=True))
 
 
-def test_a_copy_is_trained_on():
+def test_a_copy_can_be_trained():
     run_workers(copied, 2, (2,))
 
 
@@ -65,5 +65,5 @@ def elsewhere(rank: int, size: int) -> None:
         torch.load(file, weights_only=False)
 
 
-def test_what_can_not_be_copied():
+def test_copies_on_other_groups_raise():
     run_workers(elsewhere, 2, (2,))

@@ -1,4 +1,4 @@
-"""What goes wrong, and how it goes on."""
+"""Failures, and how training continues after them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def never_ready(rank: int, size: int, ranks: tuple[int, ...]) -> None:
             assert f"Rank {rank}: the last backward pass gave no gradient for 2 of" in str(caught.value)
             assert "sometimes.weight, sometimes.bias" in str(caught.value)
             assert "find_unused_parameters=True" in str(caught.value)
-        # And all ranks can go on together.
+        # All ranks can continue together.
         for number in range(2):
             ddp.zero_grad()
             right.zero_grad()
@@ -40,9 +40,9 @@ def never_ready(rank: int, size: int, ranks: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [(0, 1, 2), (0, 2)], ids=["all", "some"])
-def test_a_gradient_that_never_comes(ranks):
-    # Ranks that have all gradients wait for the others, which raise in the next forward pass: a rank that waits can't
-    # be in a forward pass, so each of the others gets there.
+def test_a_missing_gradient(ranks):
+    # Ranks with all gradients wait for the others, which raise in the next forward pass. A waiting rank is not in a
+    # forward pass, so the others reach theirs.
     run_workers(never_ready, 3, (3, ranks))
 
 
@@ -98,11 +98,11 @@ def test_a_backward_pass_that_raises():
     assert_gradients(ours, right, 0)
 
 
-def test_a_backward_pass_that_raises_behind_the_module():
+def test_a_backward_pass_that_raises_after_the_module():
     ours = Net()
     ddp = DistributedDataParallel(ours, process_group=LonelyProcessGroup())
     x = batch(1).requires_grad_()
-    y = x * 2  # its gradient is the last one
+    y = x * 2  # its gradient is computed last
     y.register_hook(lambda gradient: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ddp(y).mean().backward()
@@ -115,14 +115,14 @@ def test_a_backward_pass_that_raises_behind_the_module():
 
 def different(rank: int, size: int) -> None:
     with default_group("gloo", rank, size):
-        text = r"modules of ranks \[1\] differ from that of rank 0. " + (
+        text = r"modules of ranks \[1\] differ from the one of rank 0. " + (
             r"The first difference is in parameter 0: rank 0 has weight, \(3, 4\), .*; this rank has weight, \(4, 4\), "
             if rank == 1
-            else "This rank has what rank 0 has."
+            else "This rank has the same parameters as rank 0."
         )
         with pytest.raises(UsageError, match=text):
             DistributedDataParallel(nn.Linear(4, 3 + (rank == 1)))
-        with pytest.raises(UsageError, match=r"ranks \[2\].* They have \[2, 2, 1\] parameters"):
+        with pytest.raises(UsageError, match=r"ranks \[2\].* Ranks have \[2, 2, 1\] parameters"):
             DistributedDataParallel(nn.Linear(4, 3, bias=rank != 2))
         DistributedDataParallel(nn.Linear(4, 3))
 
@@ -153,7 +153,7 @@ def test_wrong_use():
         ddp(torch.ones(1, 1)).sum().backward()
 
 
-def test_a_graph_that_is_said_to_be_static_too_late():
+def test_set_static_graph_too_late():
     ddp = DistributedDataParallel(Net(), process_group=LonelyProcessGroup())
     loss = ddp(batch(1)).mean()
     with pytest.raises(UsageError, match="before training loop starts"):
@@ -164,11 +164,11 @@ def test_a_graph_that_is_said_to_be_static_too_late():
     assert not ddp.static_graph
     ddp = DistributedDataParallel(Net(), process_group=LonelyProcessGroup(), static_graph=True)
     ddp(batch(1)).mean().backward()
-    ddp._set_static_graph()  # it is already
+    ddp._set_static_graph()  # has no effect, because it is static already
 
 
 class Sparse(nn.Module):
-    """A sparse gradient that nobody expects."""
+    """Has an unexpected sparse gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,14 +178,14 @@ class Sparse(nn.Module):
         return nn.functional.embedding(x, self.weight, sparse=True)
 
 
-def test_a_sparse_gradient_that_is_not_expected():
+def test_an_unexpected_sparse_gradient():
     ddp = DistributedDataParallel(Sparse(), process_group=LonelyProcessGroup())
-    for _ in range(2):  # it says so each time
+    for _ in range(2):  # the error is raised each time
         with pytest.raises(UsageError, match="gradient of weight is sparse"):
             ddp(torch.tensor([1])).sum().backward()
 
 
-def test_a_module_that_is_let_go_of():
+def test_a_dropped_module_is_freed():
     layer = nn.Linear(2, 2)
     ddp = DistributedDataParallel(layer, process_group=LonelyProcessGroup())
     assert layer.weight._post_accumulate_grad_hooks

@@ -1,4 +1,4 @@
-"""Whatever group and work torch's DistributedDataParallel takes, farprop's takes, and does the same with it."""
+"""Farprop's DistributedDataParallel accepts the groups and works that torch's accepts, and calls them the same way."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.workers import run_workers
 
 
 class Branches(nn.Module):
-    """Two dtypes, buffers, and a layer that takes no part if it is told so."""
+    """Has two dtypes, buffers, and a layer that can be left unused."""
 
     def __init__(self, has_unused: bool) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ class Branches(nn.Module):
         return self.last(torch.tanh(self.second(self.norm(self.first(x)))).double()).pow(2)
 
 
-def halved(group, bucket):  # torch refuses annotations that are strings
-    """A hook that reduces another tensor, and returns that."""
+def halved(group, bucket):  # no annotations: torch rejects those that are strings
+    """A hook that reduces and returns another tensor."""
     half = bucket.buffer() / 2
     return dist.all_reduce(half, group=group, async_op=True).get_future().then(lambda done: done.value()[0])
 
@@ -63,14 +63,14 @@ class Case(NamedTuple):
     init_sync: bool
     graph: str
     hook: str
-    cap: float | None  # so that there are many buckets, or few
+    cap: float | None  # decides whether there are many buckets or few
 
 
 CASES = [Case(*case) for case in itertools.product((False, True), (True, False), GRAPHS, HOOKS, (None, 0.00004))]
 
 
 class Seen(NamedTuple):
-    """What a run of a few iterations did."""
+    """The record of a run of a few iterations."""
 
     construction: Counter[str]
     iterations: list[Log]
@@ -88,7 +88,7 @@ def train(ddp_class: type[nn.Module], group: Foreign, case: Case) -> Seen:
         bucket_cap_mb=case.cap,
         **GRAPHS[case.graph],
     )
-    # The two describe parameters in their own ways, so here sizes are not compared.
+    # The two classes compare parameters in different ways, so these sizes are not compared.
     construction: Counter[str] = Counter()
     for (name, _), times in group.log.items():
         construction[name] += times
@@ -128,10 +128,10 @@ def compare(make: Callable[[], Foreign], case: Case) -> Foreign:
 
 def matrix(rank: int, size: int, group_kind: str, work_kind: str) -> None:
     with default_group("gloo", rank, size) as inner, warnings.catch_warnings():
-        # Torch says that static_graph makes find_unused_parameters needless, and the like.
+        # Torch warns, for example, that static_graph makes find_unused_parameters unnecessary.
         warnings.simplefilter("ignore")
         orders = []
-        # Alone all of them; several ranks, which take longer, share them out among the kinds.
+        # One rank runs all cases. Several ranks take longer, so each kind runs a part of them.
         mine = CASES if size == 1 else CASES[[*itertools.product(GROUPS, WORKS)].index((group_kind, work_kind)) :: 12]
         for case in mine:
             group = compare(lambda: GROUPS[group_kind](inner, work_kind), case)
@@ -151,7 +151,7 @@ def matrix(rank: int, size: int, group_kind: str, work_kind: str) -> None:
     ],
 )
 def test_the_same_as_torch(group_kind, work_kind, size):
-    # What is left behind is not looked at: torch's class keeps groups that are written in Python.
+    # No check for leaks: torch's class keeps groups that are written in Python alive.
     run_workers(matrix, size, (size, group_kind, work_kind), timeout=100, check=False)
 
 
@@ -169,32 +169,32 @@ def left_to_gloo(rank: int, size: int) -> None:
                 torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_collectives_that_a_group_leaves_to_gloo():
-    """Not compared with torch's: it hangs once in some hundred iterations, when Gloo's thread wants the interpreter."""
+def test_collectives_that_a_group_delegates_to_gloo():
+    """Not compared with torch's class, which hangs once in some hundred iterations when Gloo's thread needs the GIL."""
     run_workers(left_to_gloo, 1, (1,), check=False)
 
 
-# What is wrong with a work
+# Faulty works
 
 
 def failing(rank: int, size: int, work_kind: str) -> None:
-    """Not compared with torch's, which takes the exception in a future for its value, and crashes."""
+    """Not compared with torch's class, which takes the exception in a future for its value and crashes."""
     with default_group("gloo", rank, size) as inner:
         cases = [("all used", 1), ("find_unused", 1), ("static", 1)]
-        if work_kind != "wrapper":  # its wait does not tell
+        if work_kind != "wrapper":  # its wait does not raise
             cases.append(("find_unused", 3))
         for graph, fails in cases:
             group = GROUPS["direct"](inner, work_kind)
             model, right = (Branches(has_unused=graph != "all used") for _ in range(2))
             ddp = DistributedDataParallel(model, process_group=group, **GRAPHS[graph])
-            group.fails = fails  # there are two dtypes' buckets, and then the counts of what was used
+            group.fails = fails  # the buckets of two dtypes come first, then the counts of used parameters
             loss = ddp(torch.ones(2, 3)).mean()
             loss.register_hook(lambda _, group=group: group.begin_backward())
             with pytest.raises(ValueError, match="^the network is gone$"):
                 loss.backward()
             group.join()
             ddp.zero_grad()
-            ddp(torch.ones(2, 3)).mean().backward()  # the next iteration is as good as ever
+            ddp(torch.ones(2, 3)).mean().backward()  # the next iteration works
             right(torch.ones(2, 3)).mean().backward()
             for mine, theirs in zip(model.parameters(), right.parameters(), strict=True):
                 assert (mine.grad is None) == (theirs.grad is None)
@@ -204,11 +204,11 @@ def failing(rank: int, size: int, work_kind: str) -> None:
 
 @pytest.mark.parametrize("work_kind", ["subclass", "wrapper", "late"])
 def test_a_work_that_fails(work_kind):
-    run_workers(failing, 1, (1, work_kind), check=False)  # futures keep the errors of these works, and those the group
+    run_workers(failing, 1, (1, work_kind), check=False)  # errors in futures keep the group alive
 
 
 class Empty(ProcessGroup):
-    """Its works have futures with nothing in them."""
+    """Its works have futures without a tensor."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(0, 1)

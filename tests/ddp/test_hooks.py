@@ -56,7 +56,7 @@ def like_torch(rank: int, size: int, name: str) -> None:
             ddp = class_(model())
             state, hook = _hooks()[name]
             if class_ is TorchDDP:
-                ddp._check_comm_hook = lambda hook: None  # it takes bf16 on NCCL alone
+                ddp._check_comm_hook = lambda hook: None  # torch allows bf16 only on NCCL
             ddp.register_comm_hook(state, hook)
             wrapped.append(ddp)
         for number in range(5):
@@ -70,8 +70,8 @@ def like_torch(rank: int, size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", _hooks())
-def test_hooks_do_what_they_do_in_torch(name):
-    # Torch's DDP keeps its group for a while.
+def test_torchs_hooks_do_the_same_as_in_torch(name):
+    # Torch's DDP keeps its group alive for a while.
     run_workers(like_torch, 2, (2, name), check=False)
 
 
@@ -100,8 +100,8 @@ def own_hook(rank: int, size: int) -> None:
                 right(batch(size, number)).mean().backward()
                 assert_gradients(ours, right)
                 assert seen == [(index, index == len(seen) - 1) for index in range(len(seen))]
-                assert (len(seen) > 1) == (number > 0)  # at first all travel together
+                assert (len(seen) > 1) == (number > 0)  # the first iteration has one bucket
 
 
-def test_a_hook_of_ones_own():
+def test_a_custom_hook():
     run_workers(own_hook, 2, (2,))

@@ -1,4 +1,4 @@
-"""Uneven inputs."""
+"""Uneven inputs: ``join``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def uneven(rank: int, size: int, options: dict[str, Any], divides_by_all: bool) 
         make = Unused if options.get("find_unused_parameters") else Net
         ours, right = make(), make()
         ddp = DistributedDataParallel(ours, **options)
-        for _ in range(2):  # and once more, with buckets that are rebuilt
+        for _ in range(2):  # the second time with rebuilt buckets
             with ddp.join(divide_by_initial_world_size=divides_by_all):
                 for number in range(rank):
                     ddp.zero_grad()
@@ -86,5 +86,5 @@ def early(rank: int, size: int) -> None:
                 ddp(share(batch(size, number), rank)).mean().backward()
 
 
-def test_stop_when_the_first_has_no_more():
+def test_throw_on_early_termination():
     run_workers(early, 2, (2,))

@@ -1,4 +1,4 @@
-"""DistributedDataParallel over some ranks computes what one process does with the whole batch."""
+"""DistributedDataParallel on several ranks computes what one process computes with the whole batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def training(rank: int, size: int, options: dict[str, Any]) -> list[torch.Tensor
     with default_group("gloo", rank, size):
         ours, right = Net(), Net()
         if options.get("init_sync", True) and rank:
-            with torch.no_grad():  # rank 0's values are taken
+            with torch.no_grad():  # wrapping copies the values of rank 0
                 for parameter in ours.parameters():
                     parameter.zero_()
         ddp = DistributedDataParallel(ours, **options)
@@ -62,7 +62,7 @@ def test_training(options, size):
     first = run_workers(training, size, (size, options))
     for values in first[1:]:
         assert all(a.equal(b) for a, b in zip(values, first[0], strict=True))
-    if size == 3:  # the same bits, run to run
+    if size == 3:  # bit for bit the same in every run
         again = run_workers(training, size, (size, options))
         assert all(a.equal(b) for a, b in zip(again[0], first[0], strict=True))
 
@@ -123,7 +123,7 @@ def static_unused(rank: int, size: int) -> None:
 
 
 class Checkpointed(Net):
-    """The same layers are run in two checkpoints: their gradients come twice."""
+    """Runs the same layers in two checkpoints, so their gradients are accumulated twice."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         once = checkpoint(super().forward, x, use_reentrant=True)
@@ -136,7 +136,7 @@ def static_checkpoints(rank: int, size: int) -> None:
             ours, right = Checkpointed(), Checkpointed()
             ddp = DistributedDataParallel(ours, static_graph=True, gradient_as_bucket_view=views)
             for number in range(4):
-                ddp.zero_grad(set_to_none=number < 2)  # then gradients are added up in the buckets
+                ddp.zero_grad(set_to_none=number < 2)  # then gradients are accumulated in the bucket buffers
                 right.zero_grad()
                 ddp(share(batch(size, number), rank).requires_grad_()).mean().backward()
                 right(batch(size, number).requires_grad_()).mean().backward()
@@ -146,7 +146,7 @@ def static_checkpoints(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("job", [static_unused, static_checkpoints])
 def test_static_graphs(job, size):
-    # Torch's checkpoints import its compiler, and that keeps the default group.
+    # Torch's checkpoints import the compiler, which keeps the default group alive.
     run_workers(job, size, (size,), check=job is not static_checkpoints)
 
 
@@ -154,7 +154,7 @@ def accumulation(rank: int, size: int) -> None:
     with default_group("farprop", rank, size):
         for options in OPTIONS.values():
             if options.get("static_graph"):
-                continue  # each iteration is to be like the first
+                continue  # each iteration has to be like the first
             ours, right = Net(), Net()
             ddp = DistributedDataParallel(ours, **options)
             for _ in range(2):
@@ -182,7 +182,7 @@ def buffers(rank: int, size: int) -> None:
         for number in range(3):
             for each in (ddp, own):
                 each(share(batch(size, number), rank)).mean().backward()
-        ddp(share(batch(size), 0))  # the last forward pass sends the buffers, and changes all in the same way
+        ddp(share(batch(size), 0))  # synchronises the buffers, and changes them on all ranks in the same way
         gathered: list[Any] = [None] * size
         dist.all_gather_object(gathered, module[0].running_mean)
         assert all(mean.equal(gathered[0]) for mean in gathered)
@@ -195,7 +195,7 @@ def test_buffers():
 
 
 def two_outputs(rank: int, size: int) -> None:
-    """Two backward passes that share one forward pass, and together give all gradients."""
+    """Two backward passes of one forward pass, which together compute all gradients."""
     with default_group("gloo", rank, size):
 
         class Two(nn.Module):
@@ -223,7 +223,7 @@ def test_two_backward_passes():
     run_workers(two_outputs, 2, (2,))
 
 
-def test_one_rank_trains_like_no_rank():
+def test_one_rank_trains_like_an_unwrapped_module():
     ours, right = Net(), Net()
     ddp = DistributedDataParallel(ours, process_group=LonelyProcessGroup())
     for module, wrapped in ((ours, ddp), (right, right)):

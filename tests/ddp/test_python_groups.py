@@ -1,4 +1,4 @@
-"""DistributedDataParallel on groups of Python: both kinds of work, and what is asked of them."""
+"""DistributedDataParallel on groups written in Python: both kinds of work, and the calls that they get."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.workers import run_workers
 
 
 class OwnWork(Work):
-    """A work with methods of its own, which has its group count."""
+    """A work with its own methods, whose calls the group counts."""
 
     def __init__(self, group: OneRank, outputs: list[torch.Tensor]) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class OwnWork(Work):
 
 
 class OneRank(LonelyProcessGroup):
-    """Its works are of a class of its own, or made of futures."""
+    """Its works are of its own class, or made from futures."""
 
     def __init__(self, wraps: bool) -> None:
         super().__init__()
@@ -78,11 +78,11 @@ def test_one_rank(wraps, views, init_sync):
     if views:
         assert all(parameter.grad._base is not None for parameter in ours.parameters())
     if not wraps:
-        assert group.futures > 3  # a bucket each, and there are several
-        assert group.waits > 0  # for the new order of buckets, if not for the states
+        assert group.futures > 3  # one per bucket
+        assert group.waits > 0  # at least for the order of the rebuilt buckets
 
 
-def test_what_an_iteration_costs():
+def test_the_collectives_of_an_iteration():
     group = CountingProcessGroup(LonelyProcessGroup())
     layer = nn.Linear(4, 4)
     ddp = DistributedDataParallel(layer, process_group=group)
@@ -90,16 +90,16 @@ def test_what_an_iteration_costs():
     group.bytes.clear()
     for _ in range(3):
         ddp(torch.ones(1, 4)).sum().backward()
-    # One bucket in each iteration; and once their order and sizes.
+    # One bucket in each iteration, and once the order and sizes of buckets.
     assert group.calls == {"allreduce": 3, "broadcast": 2}
     assert group.bytes["allreduce"] == 3 * sum(parameter.nbytes for parameter in layer.parameters())
 
 
 @pytest.mark.parametrize(("options", "sizes"), [({}, [3, 12, 12, 9]), ({"bucket_cap_mb": 25}, [27, 9])])
-def test_how_much_travels_together(options, sizes):
-    """In thirds, so that most of it is reduced while backward runs, if nobody says how much."""
+def test_bucket_sizes(options, sizes):
+    """By default a third of all gradients, so that most of them are reduced while the backward pass runs."""
     group = CountingProcessGroup(LonelyProcessGroup())
-    layers = [nn.Linear(1024, 768, bias=False) for _ in range(12)]  # of 3 MiB
+    layers = [nn.Linear(1024, 768, bias=False) for _ in range(12)]  # 3 MiB each
     ddp = DistributedDataParallel(nn.ModuleList(layers), process_group=group, **options)
     sent: list[int] = []
     allreduce = group.allreduce

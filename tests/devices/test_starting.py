@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import farprop.rpc as rpc
-from farprop.protocol.device_maps import judge_device_maps
+from farprop.protocol.device_maps import check_device_maps
 from farprop.protocol.roster import Entry
-from farprop.runtime.current import current_agent
+from farprop.runtime.agent_registry import current_agent
 from tests.devices import functions as fn
 from tests.devices.jobs import init
 from tests.support.workers import run_workers
@@ -61,16 +61,16 @@ def entry(rank: int, maps: dict[str, dict[str, str]], cuda_devices: int = 2, dev
     ],
 )
 def test_each_problem_is_said(first: Entry, second: Entry, says: str) -> None:
-    problem = judge_device_maps([first, second], is_static=True)
+    problem = check_device_maps([first, second], is_static=True)
     assert problem is not None
     assert re.search(says, problem, re.DOTALL), problem
 
 
 def test_good_maps_pass() -> None:
     good = [entry(0, {"w1": {"cuda:0": "cuda:1", "cuda": "cuda:0", "cpu": "cpu"}}), entry(1, {"w0": {"xpu:0": "cpu"}})]
-    assert judge_device_maps(good, is_static=True) is None
-    assert judge_device_maps([entry(0, {"later": {"cuda:0": "cuda:1"}})], is_static=False) is None
-    assert "to the CPU" in str(judge_device_maps([entry(0, {"later": {"cuda:0": "cpu"}})], is_static=False))
+    assert check_device_maps(good, is_static=True) is None
+    assert check_device_maps([entry(0, {"later": {"cuda:0": "cuda:1"}})], is_static=False) is None
+    assert "to the CPU" in str(check_device_maps([entry(0, {"later": {"cuda:0": "cpu"}})], is_static=False))
     assert Entry.from_json(good[0].to_json()) == good[0]
 
 

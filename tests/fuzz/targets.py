@@ -23,7 +23,7 @@ def frames() -> Target:
         reader = FrameReader(CAP)
         at = 1
         while at < len(data):
-            target = reader.target()
+            target = reader.target
             assert len(target)
             count = min(len(target), len(data) - at, piece)
             target[:count] = data[at : at + count]
@@ -33,7 +33,7 @@ def frames() -> Target:
             except ProtocolError:
                 return
             for frame in received:
-                assert len(frame.name) + len(frame.meta) <= len(data)
+                assert len(frame.name) + len(frame.payload) <= len(data)
                 assert all(type(b) is memoryview or b[0] for b in frame.buffers)
 
     return run
@@ -42,23 +42,19 @@ def frames() -> Target:
 def messages() -> Target:
     """What stands in front of pickles, and instead of them; the first byte says which."""
     from farprop.errors import ProtocolError
-    from farprop.protocol.credit import WHOLE
-    from farprop.protocol.pass_messages import unpack_head, unpack_share
-    from farprop.protocol.references.messages import unpack_forks, unpack_operations, unpack_site
-    from farprop.runtime.gradients.contexts import take_head
-    from farprop.wire.frames import CONTEXT, REQUEST, Frame
+    from farprop.protocol.backward.credit_recovery import WHOLE
+    from farprop.wire.message import CONTEXT, GradientAnswer, Message, PassHead, unpack_operations, unpack_share
 
-    def forks(data: bytes) -> None:
-        found, end = unpack_forks(data)
-        assert end <= len(data)
-        assert len(found) <= len(data)
-        _, end = unpack_site(data, end)
-        assert end <= len(data)
+    def heads(data: bytes) -> None:
+        message = Message(data[1:], [], flags=data[0] if data else 0)
+        message.parse_heads()
+        assert len(message.refs) <= len(data)
+        assert len(message.payload) <= len(data)
 
     def context(data: bytes) -> None:
-        frame = Frame(REQUEST, CONTEXT, 1, 0.0, b"", data, (), [])
-        take_head(frame)
-        assert len(frame.meta) == len(data) - 24 - int.from_bytes(data[20:24], "little")
+        message = Message(data, [], flags=CONTEXT)
+        message.parse_heads()
+        assert len(message.payload) == len(data) - 24 - int.from_bytes(data[20:24], "little")
 
     def share(data: bytes) -> None:
         credit, statuses = unpack_share(data)
@@ -69,13 +65,16 @@ def messages() -> Target:
         whole.is_whole  # noqa: B018 - that it takes no memory is what counts
 
     def head(data: bytes) -> None:
-        found = unpack_head(data)
+        found = PassHead.parse(data)
         found.share.credit.is_whole  # noqa: B018
+
+    def answer(data: bytes) -> None:
+        assert len(GradientAnswer.parse(data).parts) <= len(data)
 
     def operations(data: bytes) -> None:
         assert len(unpack_operations(data)) <= len(data)
 
-    parsers = [forks, context, share, head, operations]
+    parsers = [heads, context, share, head, operations, answer]
 
     def run(data: bytes) -> None:
         if data:
@@ -89,48 +88,43 @@ def messages() -> Target:
 
 def group_frames() -> Target:
     """What one rank of a group sends to another one."""
-    from farprop.distributed.native.frames import Kind
-    from farprop.distributed.native.inbox import Inbox, Receipt
-    from farprop.distributed.native.reader import Reader
-    from farprop.distributed.native.standing import Standing
+    from farprop.distributed.native.framing import FrameKind, FrameReader
+    from farprop.distributed.native.group_state import GroupState
+    from farprop.distributed.native.matching import MessageMatcher, PostedRecv
     from farprop.errors import CollectiveError, ProtocolError
 
     class Mesh:
         """As ``distributed.native.mesh``, without sockets and threads."""
 
         def __init__(self) -> None:
-            self.standing = Standing(0, 2, lambda error, to_tell: None)
-            self.inbox = Inbox(CAP)
+            self.state = GroupState(0, 2, lambda error, to_tell: None)
+            self.matcher = MessageMatcher(CAP)
 
-        def handle(self, peer: int, kind: Kind, text: str) -> None:
-            if kind == Kind.GOODBYE:
-                self.standing.leave(peer)
-            elif kind == Kind.BROKEN:
-                self.standing.be_told(peer, *text.partition(" ")[::2])
-
-    class Socket:
-        def __init__(self, data: bytes, piece: int) -> None:
-            self._data, self._piece = data, piece
-
-        def recv_into(self, room: memoryview, _: int, __: int) -> int:
-            count = min(len(room), len(self._data), self._piece)
-            room[:count] = self._data[:count]
-            self._data = self._data[count:]
-            return count
+        def handle(self, peer: int, kind: FrameKind, text: str) -> None:
+            if kind == FrameKind.GOODBYE:
+                self.state.on_peer_left(peer)
+            elif kind == FrameKind.GROUP_FAILED:
+                self.state.on_peer_failure(peer, *text.partition(" ")[::2])
 
     def run(data: bytes) -> None:
         mesh = Mesh()
-        sock: Any = Socket(data[1:], (1, 7, 33, 1 << 20)[data[0] % 4] if data else 1)
-        reader = Reader(mesh, 1, sock, CAP)
-        mesh.standing.begin("barrier", 1.0)
-        for kind in (Kind.MESSAGE, Kind.PART):
-            mesh.inbox.expect(Receipt(kind, 1, 1, memoryview(bytearray(4)), "int8", lambda _, error: None))
+        piece = (1, 7, 33, 1 << 20)[data[0] % 4] if data else 1
+        rest = data[1:]
+        reader = FrameReader(mesh, 1, CAP)
+        mesh.state.begin("barrier", 1.0)
+        for kind in (FrameKind.MESSAGE, FrameKind.COLLECTIVE):
+            mesh.matcher.post(PostedRecv(kind, 1, 1, memoryview(bytearray(4)), "int8", lambda _, error: None))
         try:
-            while reader.read():
-                pass
-        except (ProtocolError, CollectiveError, ConnectionResetError):
+            while rest:
+                target = reader.target()
+                count = min(len(target), len(rest), piece)
+                target[:count] = rest[:count]
+                rest = rest[count:]
+                if not reader.received(count):
+                    break
+        except (ProtocolError, CollectiveError):
             pass
-        assert sum(mesh.inbox._counts.values()) == len(mesh.inbox._letters) <= len(data)
+        assert sum(mesh.matcher._counts.values()) == len(mesh.matcher._unexpected) <= len(data)
 
     return run
 
@@ -138,15 +132,15 @@ def group_frames() -> Target:
 def handshake() -> Target:
     """What a stranger says to the end that accepted the connection, and to the one that dialled."""
     from farprop.errors import AuthenticationError, ProtocolError
-    from farprop.protocol.handshake import REFUSED, Dialler, Listener
+    from farprop.protocol.handshake import REFUSED, DialerHandshake, ListenerHandshake
 
     def run(data: bytes) -> None:
         machine: Any
         if data and data[0] % 2:
-            machine = Dialler(b"k" * 32, b"identity", b"target", b"unix", b"n" * 32)
+            machine = DialerHandshake(b"k" * 32, b"identity", b"target", b"unix", b"n" * 32)
             machine.start()
         else:
-            machine = Listener(b"k" * 32, b"identity", b"unix", b"n" * 32)
+            machine = ListenerHandshake(b"k" * 32, b"identity", b"unix", b"n" * 32)
         try:
             for at in range(1, len(data), 64):
                 machine.receive(data[at : at + 64])
@@ -161,13 +155,13 @@ def handshake() -> Target:
 def roster() -> Target:
     """What stands in the store, signed or not, and who a peer says it is."""
     from farprop.errors import ProtocolError, RendezvousError
-    from farprop.protocol.roster import Entry, Identity, verdict_from_json
+    from farprop.protocol.roster import Entry, Identity, decision_from_json
     from farprop.protocol.signing import CALLS, Keys
 
     keys = Keys(b"k" * 32, "job", CALLS)
 
     def run(data: bytes) -> None:
-        for parse in (Entry.from_json, verdict_from_json, Identity.from_bytes, lambda data: keys.read("x", data)):
+        for parse in (Entry.from_json, decision_from_json, Identity.from_bytes, lambda data: keys.read("x", data)):
             try:
                 parse(data)
             except (RendezvousError, ProtocolError):
@@ -180,13 +174,13 @@ def data_codec() -> Target:
     """The data of restricted mode. The first byte says of what kind it is, the second how much of it is a buffer."""
     from farprop.errors import FarpropError
     from farprop.wire.data_codec import decode_call, decode_value
-    from farprop.wire.frames import PLAIN
+    from farprop.wire.message import FAST
 
     def run(data: bytes) -> None:
         kind, cut = (data[0], data[1]) if len(data) > 1 else (0, 0)
         decode: Any = decode_call if kind & 1 else decode_value
         try:
-            decode(data[2 + cut :], [memoryview(bytearray(data[2 : 2 + cut]))], PLAIN if kind & 2 else 0)
+            decode(data[2 + cut :], [memoryview(bytearray(data[2 : 2 + cut]))], FAST if kind & 2 else 0)
         except FarpropError:
             pass
 
@@ -202,15 +196,27 @@ def seeds(name: str) -> list[bytes]:
     """Inputs to start from: without them it takes long to find what is nearly right."""
     import torch
 
-    from farprop.distributed.native import frames as groups
+    from farprop.distributed.native import framing as groups
     from farprop.ids import GlobalId
-    from farprop.protocol.credit import Credit
-    from farprop.protocol.pass_messages import PassHead, pack_head, pack_share
-    from farprop.protocol.passes import PassId, Share
-    from farprop.protocol.references.messages import Fork, Kind, Operation, pack_forks, pack_operations
+    from farprop.protocol.backward.credit_recovery import Credit
+    from farprop.protocol.backward.state_machine import CreditShare, PassId
+    from farprop.protocol.references.messages import Fork, Operation, OperationKind
     from farprop.protocol.roster import Entry
     from farprop.wire.data_codec import encode_call, encode_value
-    from farprop.wire.frames import ANSWER, FORKS, NOTICE, PLAIN, REQUEST, pack
+    from farprop.wire.message import (
+        ANSWER,
+        FAST,
+        NOTICE,
+        REFS,
+        REMOTE,
+        REQUEST,
+        GradientAnswer,
+        GradientPart,
+        PassHead,
+        pack_operations,
+        pack_share,
+    )
+    from tests.support.raw_messages import pack, pack_fork, pack_forks
 
     one, two = GlobalId(1, 2), GlobalId(3, 4)
     entry = Entry("w", 0, 2, "i", ("a", 1), "", "n", "h", 1, True, device_maps={"v": {"a": "b"}}).to_json().encode()
@@ -220,34 +226,37 @@ def seeds(name: str) -> list[bytes]:
         torch.eye(3).to_sparse(),
         torch.eye(3).to_sparse_csr(),
     ]
-    hello = b"FARPROP\n\2\0" + bytes(32)
-    share = Share(Credit(3, 5), {1: (2, True), 7: (9, False)})
+    hello = b"FARPROP\n\3\0" + bytes(32)
+    share = CreditShare(Credit(3, 5), {1: (2, True), 7: (9, False)})
     found = {
         "frames": [
             b"\4" + pack(REQUEST, 0, 1, 1.5, b"m:f", b"meta") + pack(NOTICE, 0, 0, 0.0, b"", b"", (), [1, 2]),
-            b"\2" + pack(ANSWER, FORKS, 9, 0.0, b"", b"x" * 9, [(3, 0), (5, 7)]) + b"abc",
+            b"\2" + pack(ANSWER, REFS, 9, 0.0, b"", b"x" * 9, [(3, 0), (5, 7)]) + b"abc",
             b"\3" + pack(REQUEST, 0, 1, 0.0, b"", b"x" * 70_000),
         ],
         "messages": [
-            b"\0" + pack_forks([Fork(1, one, two, True)]) + b"\2\0ab",
-            b"\0" + pack_forks([Fork(1, one, two, True)] * 3) + b"\0\0",
+            b"\0" + bytes([REMOTE]) + pack_fork(Fork(1, one, two, True)) + b"\2\0ab",
+            b"\0" + bytes([REFS]) + pack_forks([Fork(1, one, two, True)] * 3) + b"payload",
             b"\1" + bytes(24) + b"pickle",
             b"\2" + pack_share(share),
-            b"\3" + pack_head(PassHead(1, 2, PassId(0, 1), 1, True, False, False, share)),
-            b"\4" + pack_operations([Operation(Kind.REGISTER, one, two, True), Operation(Kind.DELETE, one, two)]),
+            b"\3" + PassHead(1, 2, PassId(0, 1), 1, True, False, False, share).pack(),
+            b"\4" + pack_operations([Operation(OperationKind.REGISTER, one, two, True)] * 2),
+            b"\5" + GradientAnswer([GradientPart(1, share, 2)], share).pack(),
         ],
         "group_frames": [
-            b"\3" + groups.BEAT + groups.pack(groups.Kind.MESSAGE, 1, "int8", 4) + b"data",
+            b"\3" + groups.HEARTBEAT + groups.pack(groups.FrameKind.MESSAGE, 1, "int8", 4) + b"data",
             b"\1"
-            + groups.pack(groups.Kind.PART, 1, "barrier", 4)
+            + groups.pack(groups.FrameKind.COLLECTIVE, 1, "barrier", 4)
             + b"data"
-            + groups.pack(groups.Kind.GOODBYE, 0, "", 0),
-            b"\2" + groups.pack(groups.Kind.STATED, 5, "barrier", 0) + groups.pack(groups.Kind.BROKEN, 0, "E why", 0),
+            + groups.pack(groups.FrameKind.GOODBYE, 0, "", 0),
+            b"\2"
+            + groups.pack(groups.FrameKind.FINGERPRINT, 5, "barrier", 0)
+            + groups.pack(groups.FrameKind.GROUP_FAILED, 0, "E why", 0),
         ],
         "handshake": [side + hello + tail for side in (b"\0", b"\1") for tail in (b"", bytes(44))],
         "roster": [entry, b'{"problem": null, "workers": [' + entry + b"]}", b'["w", 0, "i", 5]'],
         "data_codec": [
-            bytes([encoded.flags // PLAIN << 1 | is_call, 0]) + encoded.meta
+            bytes([encoded.flags // FAST << 1 | is_call, 0]) + encoded.payload
             for value in data
             for is_call, encoded in ((0, encode_value(value)), (1, encode_call(None, (value, 1), {"a": value})))
         ],

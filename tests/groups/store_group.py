@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from farprop.distributed import ProcessGroup, Work
-from farprop.distributed.calling import NO_TIMEOUT
+from farprop.distributed.interop import NO_TIMEOUT
 from farprop.distributed.work import completed
 from farprop.errors import CollectiveTimeoutError
 
@@ -35,10 +35,10 @@ class StoreGroup(ProcessGroup):
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Work:
         number = self._received[src, tag] = self._received.get((src, tag), 0) + 1
-        return _Receipt(self._messages_store, f"{src}/{self.rank()}/{tag}/{number}", tensors[0])
+        return _RecvWork(self._messages_store, f"{src}/{self.rank()}/{tag}/{number}", tensors[0])
 
 
-class _Receipt(Work):
+class _RecvWork(Work):
     """A work that is done by whoever waits for it."""
 
     def __init__(self, store: dist.Store, key: str, tensor: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
 """Functions that are compiled on every worker, and called by compiled code."""
 
-# TorchScript reads these annotations: not as text, which it does not always find its way in.
+# TorchScript reads these annotations. They must not be strings, which it can't always resolve.
 # ruff: noqa: UP006, UP035, UP045
 
 from typing import Dict, List, NamedTuple, Optional, Tuple

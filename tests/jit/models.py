@@ -1,4 +1,4 @@
-"""A model whose middle is on another worker, written as calls and as operators."""
+"""A model whose middle part is on another worker, with calls and with operators."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def middle(x: Tensor) -> Tensor:
 
 
 def middle_further_on(x: Tensor) -> Tensor:
-    """Through yet another worker."""
+    """Calls a third worker."""
     return rpc.rpc_sync("worker2", middle, args=(x * 2,)) + x
 
 
@@ -50,7 +50,7 @@ class Ends(torch.nn.Module):
 
 
 class Calling(Ends):
-    """Cut in two by torch.compile."""
+    """torch.compile breaks the graph at the call."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.first(x))
@@ -63,7 +63,7 @@ operator_further_on = farprop.jit.operator(middle_further_on, torch.empty_like)
 
 
 class Operating(Ends):
-    """The same in one graph."""
+    """The same with an operator, in one graph."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.first(x))
@@ -72,7 +72,7 @@ class Operating(Ends):
 
 
 def losses(model: Ends, run: Callable[[Tensor], Tensor]) -> list[float]:
-    """Train the model for a few steps; ``run`` is what to call, which may be compiled."""
+    """Train the model for a few steps; ``run`` is the function to call, compiled or not."""
     rpc.rpc_sync("worker1", reset)
     x = torch.rand(16, 4, generator=torch.Generator().manual_seed(3))
     found = []

@@ -36,7 +36,7 @@ def _fork_and_go_on(to: str, x: Tensor, count: int) -> Tensor:
     found = torch.zeros_like(x)
     for future in forked:
         found = found + torch.jit._wait(future)
-    return found + _add_in_two(to, x)  # perhaps on another thread by now
+    return found + _add_in_two(to, x)  # may run on another thread
 
 
 @torch.jit.script
@@ -72,7 +72,7 @@ def test_a_called_script_function_keeps_the_context(workers: Cluster) -> None:
 
 
 def _left() -> None:
-    """A thread that forked in a context, and is in none any more."""
+    """A thread that forked in a context and has left it."""
     x = torch.ones(2, requires_grad=True)
     inside, done = threading.Event(), threading.Event()
     made: List[autograd.DistAutogradContext] = []
@@ -98,7 +98,7 @@ def _left() -> None:
     thread.join()
 
 
-def test_a_context_that_a_thread_has_left_is_not_carried_on(workers: Cluster) -> None:
+def test_a_context_that_the_thread_has_left_is_not_carried(workers: Cluster) -> None:
     workers.run(0, _left)
 
 
@@ -118,5 +118,5 @@ def _backward() -> None:
         assert torch.equal(gradient, torch.full((2,), 4.0))
 
 
-def test_a_pass_from_compiled_code(workers: Cluster) -> None:
+def test_backward_in_compiled_code(workers: Cluster) -> None:
     workers.run(0, _backward)

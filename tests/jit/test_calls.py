@@ -96,7 +96,7 @@ def _objects() -> None:
     assert (came.left.item(), came.right, came.total().item()) == (4.0, 5, 9.0)
 
 
-def test_script_classes_and_named_tuples_travel(workers: Cluster) -> None:
+def test_script_classes_and_named_tuples_as_arguments(workers: Cluster) -> None:
     workers.run(0, _objects)
 
 
@@ -115,7 +115,7 @@ class _Calling(torch.nn.Module):
 
 
 def _plain(to: str, x: Tensor) -> Tensor:
-    """Compiled because a method that is compiled calls it."""
+    """Compiled because a compiled method calls it."""
     return rpc.rpc_sync(to, f.add, (x, x))
 
 
@@ -208,7 +208,7 @@ def _errors() -> None:
         fail("worker1", "a reason", -3.0)
 
 
-def test_what_a_call_raises_comes_out_of_compiled_code(workers: Cluster) -> None:
+def test_compiled_code_raises_the_errors_of_calls(workers: Cluster) -> None:
     workers.run(0, _errors)
 
 
@@ -263,7 +263,7 @@ def _refusals() -> None:
         call_uncompiled(torch.ones(1))
 
 
-def test_what_cannot_be_called_is_refused_with_a_reason(workers: Cluster) -> None:
+def test_functions_that_cannot_be_called_raise(workers: Cluster) -> None:
     workers.run(0, _refusals)
 
 
@@ -290,5 +290,5 @@ def _asynchronous_execution() -> None:
     assert rpc.rpc_sync("worker1", f.add_elsewhere, args=("worker2", torch.ones(()), torch.ones(()))).item() == 2.0
 
 
-def test_a_script_function_that_answers_later(workers: Cluster) -> None:
+def test_async_execution_of_a_script_function(workers: Cluster) -> None:
     workers.run(0, _asynchronous_execution)

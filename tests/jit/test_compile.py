@@ -27,7 +27,7 @@ def _losses(backend: str) -> None:
     model = m.Calling()
     found = m.losses(model, torch.compile(model, backend=backend))
     assert found == pytest.approx(wanted, rel=1e-4)
-    # One cut, and nothing of farprop's in a graph.
+    # One graph break, and nothing of farprop's in a graph.
     assert sum(counters["graph_break"].values()) == 1
     assert counters["stats"]["unique_graphs"] == 2
     model = m.Operating()
@@ -38,7 +38,7 @@ def _losses(backend: str) -> None:
     assert m.losses(model, model) == pytest.approx(wanted, rel=1e-4)
 
 
-# Torch's compiler leaves processes and threads behind.
+# Torch's compiler leaves processes and threads running.
 @pytest.mark.parametrize("backend", _BACKENDS)
 def test_a_split_model_trains_as_it_does_uncompiled(backend: str, tmp_path: object) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -47,7 +47,7 @@ def test_a_split_model_trains_as_it_does_uncompiled(backend: str, tmp_path: obje
 
 
 def _gradients() -> None:
-    """No argument of the first call requires grad; the second goes on to another worker; the third is not used."""
+    """No argument of the first call requires grad; the second calls another worker; the third's result is unused."""
     for worker in ("worker1", "worker2"):
         rpc.rpc_sync(worker, m.reset)
     x = torch.rand(3, 8, generator=torch.Generator().manual_seed(3))
@@ -88,7 +88,7 @@ def _gradients_here(context_id: int) -> list[Tensor]:
     return [gradients[parameter] for parameter in m._middle.parameters()]
 
 
-def test_operators_give_the_gradients_of_calls() -> None:
+def test_operators_have_the_gradients_of_calls() -> None:
     with cluster(3, check=False) as job:
         job.run(0, _gradients)
 
@@ -96,14 +96,14 @@ def test_operators_give_the_gradients_of_calls() -> None:
 def _misused() -> None:
     x = torch.rand(3, 8, requires_grad=True)
     outside = m.operator_of_middle("worker1", x).sum()
-    with pytest.raises(UsageError, match=r"outside of a context(.|\n)*farprop\.autograd\.context\(\)"):
+    with pytest.raises(UsageError, match=r"outside a context(.|\n)*farprop\.autograd\.context\(\)"):
         outside.backward()
     with autograd.context(), pytest.raises(UsageError, match=r"farprop\.autograd\.backward\(context_id"):
         m.operator_of_middle("worker1", x).sum().backward()
     with autograd.context(), torch.no_grad():
         assert not m.operator_of_middle("worker1", x).requires_grad
         assert not autograd._current_context()._send_functions()
-    with pytest.raises(UsageError, match="Define it in a module"):
+    with pytest.raises(UsageError, match="Define it at the top level of a module"):
         farprop.jit.operator(lambda x: x, torch.empty_like)
     with pytest.raises(UsageError, match="_a_number returned a int on worker1"):
         _number("worker1", x)
@@ -147,7 +147,7 @@ def test_the_graphs_of_operators_end_with_their_context(workers: Cluster) -> Non
 
 
 def _references() -> None:
-    """The other functions that wait for workers are left alone, too."""
+    """Calls the other functions that wait for workers."""
     from torch._dynamo.utils import counters
 
     @torch.compile(backend="eager")
@@ -165,6 +165,6 @@ def _references() -> None:
     assert counters["stats"]["unique_graphs"] < 8
 
 
-def test_every_function_that_waits_is_left_alone() -> None:
+def test_functions_that_wait_are_not_compiled() -> None:
     with cluster(2, check=False) as job:
         job.run(0, _references)

@@ -1,6 +1,6 @@
 """Futures that cross between Python and compiled code."""
 
-# TorchScript reads these annotations, and not as text.
+# TorchScript reads these annotations. They must not be strings.
 # ruff: noqa: UP006, UP035
 
 from typing import List

@@ -1,6 +1,6 @@
 """References in compiled code."""
 
-# TorchScript reads these annotations, and not as text.
+# TorchScript reads these annotations. They must not be strings.
 # ruff: noqa: UP006, UP035
 
 import io
@@ -37,7 +37,7 @@ def _made_and_passed() -> None:
     assert f.total(rref, 1).item() == 4.0
 
 
-def test_references_are_made_and_passed_on(workers: Cluster) -> None:
+def test_references_are_created_and_passed(workers: Cluster) -> None:
     workers.run(0, _made_and_passed)
 
 
@@ -58,8 +58,8 @@ def _owned() -> int:
     return len([one for one in rpc.live_references() if one.role == "owner"])
 
 
-def test_compiled_code_lets_go_of_references() -> None:
-    with cluster(2) as job:  # of its own: what other tests made may be let go of later
+def test_compiled_code_frees_references() -> None:
+    with cluster(2) as job:  # a job of its own, because references of other tests may be freed later
         job.run(0, _let_go)
         wait_until(lambda: job.run(1, _owned) == 0)
 
@@ -186,7 +186,7 @@ def _attributes() -> None:
     with pytest.raises(RuntimeError):
         torch.jit.save(module, io.BytesIO())
     assert torch.jit.script(_Declaring(RRef(f.Pair(torch.ones(()), 2))))().item() == 3.0
-    with pytest.raises(RuntimeError, match=r"Declare the attribute"):
+    with pytest.raises(RuntimeError, match=r"Declare the type of the attribute"):
         torch.jit.script(_Undeclared(RRef(object())))
 
 

@@ -1,6 +1,6 @@
-"""Compiled modules that are saved with references in them."""
+"""Saving compiled modules that hold references."""
 
-# TorchScript reads these annotations, and not as text.
+# TorchScript reads these annotations. They must not be strings.
 # ruff: noqa: UP006, UP035
 
 import io
@@ -102,14 +102,14 @@ def _owned() -> int:
     return len([one for one in rpc.live_references() if one.role == "owner"])
 
 
-def test_a_file_keeps_values_until_the_job_ends_and_what_was_loaded_is_let_go_of() -> None:
+def test_a_file_keeps_values_until_the_job_ends_and_loaded_references_are_freed() -> None:
     with cluster(3) as job:
-        saved = job.run(0, _save)  # which has dropped the module
+        saved = job.run(0, _save)  # has dropped the module
         assert job.run(1, _owned) == 1
         job.run(2, _run, saved)
         wait_until(lambda: job.run(1, _held_by) == ["worker0"])
         assert job.run(2, _run, saved) == EXPECTED
-    # And leaving the block was a shutdown that neither hung nor found a leak.
+    # Leaving the block was a shutdown that neither hung nor found a leak.
 
 
 def _held_by() -> list[str]:
@@ -148,7 +148,7 @@ def _save_a_list() -> None:
         torch.jit.save(module, io.BytesIO())
 
 
-def test_references_to_other_types_are_refused(workers: Cluster) -> None:
+def test_references_to_other_types_raise(workers: Cluster) -> None:
     workers.run(0, _save_a_list)
 
 
@@ -168,7 +168,7 @@ def _after_the_job(rank: int) -> None:
             _load(saved)
 
 
-def test_after_the_job_a_file_with_references_is_refused() -> None:
+def test_a_file_cannot_be_loaded_after_the_job() -> None:
     run_workers(_after_the_job, 2)
 
 
@@ -177,7 +177,7 @@ def _refused(saved: bytes) -> None:
         _load(saved)
 
 
-def test_a_file_is_of_no_use_without_the_worker_that_saved_it() -> None:
+def test_a_file_cannot_be_loaded_without_the_worker_that_saved_it() -> None:
     with cluster(3) as job:
         saved = job.run(0, _save)
         job.kill(0)

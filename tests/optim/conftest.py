@@ -1,4 +1,4 @@
-"""Most tests of optimisers share one job: the first optimiser of a process makes torch import for seconds."""
+"""Most tests of optimizers share one job, because the first optimizer of a process makes torch import for seconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from farprop.runtime.current import current_agent
+from farprop.runtime.agent_registry import current_agent
 from tests.references.looking import counts, wait_until
 from tests.support.workers import Cluster, cluster
 

@@ -1,4 +1,4 @@
-"""A model in three parts, in one process or on three workers, and what the tests do with it."""
+"""A model in three parts, in one process or on three workers, and helpers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLACE: Place = ("worker1", "worker2", "worker0")
 
 
 class Part:
-    """Two parameters, the same for the same seed."""
+    """Two parameters that depend only on the seed."""
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -51,14 +51,14 @@ class SparsePart(Part):
 
 
 class LinearPart(Part):
-    """Its gradients don't depend on its parameters, so contexts don't disturb each other."""
+    """Its gradients do not depend on its parameters, so contexts are independent."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.b
 
 
 class Far:
-    """The three parts on workers, and references to their parameters, with neighbours on different workers."""
+    """The three parts on workers, and references to their parameters, neighbours on different workers."""
 
     def __init__(self, place: Place = PLACE, kind: type[Part] = Part) -> None:
         self.parts = [rpc.remote(worker, kind, (seed,)) for seed, worker in enumerate(place)]
@@ -121,13 +121,13 @@ def train_near(model: Near, optimizer: torch.optim.Optimizer, xs: Sequence[Tenso
 
 
 def assert_same(first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
-    """To the bit."""
+    """Bit for bit."""
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other), (one - other).abs().max()
 
 
 def copy_values(values: Sequence[Tensor], references: Sequence[Any]) -> None:
-    """Give parameters on other workers these values."""
+    """Set the values of parameters on other workers."""
     for reference, value in zip(references, values, strict=True):
         rpc.rpc_sync(reference.owner(), _set, (reference, value))
 
@@ -138,7 +138,7 @@ def _set(reference: Any, value: Tensor) -> None:
 
 
 def in_threads(count: int, function: Callable[[int], None]) -> None:
-    """Run it in several threads; raises what one of them raised."""
+    """Run a function in several threads; raises what one of them raised."""
     errors: list[BaseException] = []
 
     def run(number: int) -> None:
@@ -157,7 +157,7 @@ def in_threads(count: int, function: Callable[[int], None]) -> None:
 
 
 class Signs(torch.optim.Optimizer):
-    """A user's: steps by the sign of an average of gradients."""
+    """A user's optimizer: steps by the sign of an average of gradients."""
 
     def __init__(self, params: Any, lr: float, *, beta: float = 0.5) -> None:
         super().__init__(params, {"lr": lr, "beta": beta})
@@ -175,7 +175,7 @@ class Signs(torch.optim.Optimizer):
 
 
 class Nested(torch.optim.SGD):
-    """A user's subclass, which sorts parameters into groups, and needs a call to its own worker for a step."""
+    """A user's subclass, which makes parameter groups and calls its own worker in each step."""
 
     def __init__(self, params: Any, lr: float) -> None:
         params = list(params)

@@ -1,4 +1,4 @@
-"""``torch.distributed.optim`` under ``farprop.compat``: one name of it is farprop's, the rest is torch's."""
+"""``torch.distributed.optim`` under ``farprop.compat``: ``DistributedOptimizer`` is farprop's, the rest is torch's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ assert torch.distributed.optim._FunctionalSGD is torch.distributed.optim.functio
 
 
 def test_imported_after_install(tmp_path: Path) -> None:
-    # It takes seconds to import, so install() leaves that to those who want it.
+    # It takes seconds to import, so install() does not import it.
     run_after_install('import sys\nassert "torch.distributed.optim" not in sys.modules\n' + CHECKS, tmp_path)
 
 

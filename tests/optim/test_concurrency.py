@@ -25,7 +25,7 @@ def _step(part: Any, optimizer: DistributedOptimizer, x: Tensor) -> None:
 
 
 def trainer(parts: list[Any], references: list[Any]) -> None:
-    """Threads that each have an optimiser of their own, and threads that share one, over the same parameters."""
+    """Threads with their own optimizers, and threads that share one, for the same parameters."""
     shared = DistributedOptimizer(optim.SGD, references, lr=RATE)
 
     def train(number: int) -> None:
@@ -55,7 +55,7 @@ def test_threads_and_workers_at_once(workers: Cluster) -> None:
 
 
 class Alone(optim.SGD):
-    """Finds out whether two steps overlap on its worker."""
+    """Detects whether two steps overlap on its worker."""
 
     inside = 0
     steps = 0
@@ -64,7 +64,7 @@ class Alone(optim.SGD):
         Alone.inside += 1
         assert Alone.inside == 1
         result = super().step(closure)
-        # A call lets other threads in.
+        # A call lets other threads run.
         rpc.rpc_sync(rpc.get_worker_info().name, torch.neg, (torch.ones(1),))
         assert Alone.inside == 1
         Alone.steps += 1
@@ -99,7 +99,7 @@ def _more_than_the_pool() -> None:
     optimizer = DistributedOptimizer(Nested, far.references, lr=RATE)
     with dist_autograd.context() as context_id:
         dist_autograd.backward(context_id, [far.loss(torch.ones(1, 3, dtype=torch.float64))])
-        # Those that wait for their turn must leave a thread for the calls of the one whose turn it is.
+        # Waiting steps must leave a thread for the calls of the running step.
         in_threads(40, lambda _: optimizer.step(context_id))
 
 
@@ -108,7 +108,7 @@ def test_more_steps_at_once_than_the_pool_has_threads(workers: Cluster) -> None:
 
 
 class Filling(optim.Optimizer):
-    """Has a state that is easily seen to be torn."""
+    """Has a state that shows whether it was read during a step."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -138,5 +138,5 @@ def _state_meanwhile() -> None:
         in_threads(3, work)
 
 
-def test_a_state_is_that_between_two_steps(workers: Cluster) -> None:
+def test_a_state_is_read_between_two_steps(workers: Cluster) -> None:
     workers.run(0, _state_meanwhile)

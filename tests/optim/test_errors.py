@@ -1,4 +1,4 @@
-"""What goes wrong on a worker reaches the caller, and the other workers are waited for."""
+"""Errors on a worker are raised by the caller, after the other workers are done."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tell(name: str) -> None:
 
 
 def tell_late() -> None:
-    """After many calls: whoever does not wait for this worker will not have heard of it."""
+    """Tell worker0 late, after many calls: a caller that does not wait for this worker would miss it."""
     me = rpc.get_worker_info().name
     for _ in range(100):
         rpc.rpc_sync(me, torch.neg, (torch.ones(1),))
@@ -35,7 +35,7 @@ def failing_on(worker: str) -> bool:
 
 
 class Picky(optim.SGD):
-    """Raises on some workers when it is made, or when it steps; on others it tells worker0 when it is done."""
+    """Raises on some workers when it is created or steps; on others it tells worker0 when it is done."""
 
     def __init__(self, params: Any, lr: float, making: str = "", stepping: str = "") -> None:
         super().__init__(params, lr=lr)
@@ -74,7 +74,7 @@ def _failing_step() -> None:
     after = near.values()
     # worker1 has the first and the fourth parameter.
     assert_same(far.values(), [before[0], after[1], after[2], before[3], after[4], after[5]])
-    # The optimiser can be used again, and so can others.
+    # The optimizer can be used again, and so can others.
     train_far(far, DistributedOptimizer(optim.SGD, far.references, lr=0.5), inputs(1))
     with pytest.raises(ValueError, match="no step today"):
         train_far(far, optimizer, inputs(1))
@@ -112,7 +112,7 @@ def _failing_construction() -> None:
     failed = rpc.remote("worker1", torch.zeros, (-1,))
     with pytest.raises(RuntimeError, match="must be non-negative"):
         DistributedOptimizer(optim.SGD, [*far.references, failed], lr=0.5)
-    # An optimiser that wants a closure can't be stepped.
+    # An optimizer that needs a closure can't be stepped.
     with pytest.raises(TypeError, match="closure"):
         train_far(far, DistributedOptimizer(optim.LBFGS, far.references), inputs(1))
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedulers over a ``DistributedOptimizer`` do what they do over a local optimiser."""
+"""Learning-rate schedulers of a ``DistributedOptimizer`` behave like those of a local optimizer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.support.workers import Cluster
 
 
 def halve_then_fall(optimizer: optim.Optimizer, falling: float) -> lr_scheduler.LRScheduler:
-    """Schedulers that are made of others: a function makes them on the worker."""
+    """A scheduler composed of others; the worker calls this function."""
     halved = lr_scheduler.ConstantLR(optimizer, 0.5, total_iters=2)
     return lr_scheduler.SequentialLR(optimizer, [halved, lr_scheduler.ExponentialLR(optimizer, falling)], [2])
 
 
 class Thirds(lr_scheduler.LRScheduler):
-    """A user's."""
+    """A user's scheduler."""
 
     def get_lr(self) -> list[Any]:
         return [group["lr"] / 3 for group in self.optimizer.param_groups]
@@ -80,7 +80,7 @@ def _metrics() -> None:
     assert_same(far.values(), near.values())
 
 
-def test_schedulers_that_want_a_metric(workers: Cluster) -> None:
+def test_schedulers_that_take_a_metric(workers: Cluster) -> None:
     workers.run(0, _metrics)
 
 
@@ -134,7 +134,7 @@ def _resumed() -> None:
         scheduler.load_state_dict(optimizer.state_dict())
 
 
-def test_a_fresh_scheduler_goes_on_identically(workers: Cluster) -> None:
+def test_a_new_scheduler_continues_from_a_state(workers: Cluster) -> None:
     workers.run(0, _resumed)
 
 

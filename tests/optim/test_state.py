@@ -33,7 +33,7 @@ def _round_trip(make: Any, kwargs: dict[str, Any]) -> None:
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
 
-    # Other workers, but those parameters that were on one are on one again. Settings come with the state.
+    # Other workers, but parameters that were on one worker are on one worker again. The state includes the settings.
     second = Far(("worker2", "worker0", "worker1"))
     copy_values(first.values(), second.references)
     fresh = DistributedOptimizer(make, second.references, **{**kwargs, "lr": 1.0})
@@ -41,7 +41,7 @@ def _round_trip(make: Any, kwargs: dict[str, Any]) -> None:
     fresh.load_state_dict(state)
     train_far(second, fresh, inputs(3, start=3))
     assert_same(second.values(), near.values())
-    # The one that it came from goes on, too; and the state is nobody's but ours.
+    # The original optimizer continues as well, and does not change the state.
     train_far(first, optimizer, inputs(3, start=3))
     assert_same(first.values(), near.values())
     file.seek(0)
@@ -54,7 +54,7 @@ def _tensors(state: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("make", "kwargs"), CHOICES, ids=lambda value: getattr(value, "__name__", None))
-def test_a_fresh_optimizer_goes_on_identically(workers: Cluster, make: Any, kwargs: dict[str, Any]) -> None:
+def test_a_new_optimizer_continues_from_a_state(workers: Cluster, make: Any, kwargs: dict[str, Any]) -> None:
     workers.run(0, _round_trip, make, kwargs)
 
 
@@ -77,13 +77,13 @@ def _form() -> None:
             for key, value in theirs[parameter].items():
                 assert torch.equal(own[place][key], value)
     train_far(far, optimizer, inputs(1))
-    assert_same(_tensors(state), kept)  # also that of this worker
+    assert_same(_tensors(state), kept)  # including the part of this worker
     optimizer.load_state_dict(state)
     train_far(far, optimizer, inputs(1))
     assert_same(_tensors(state), kept)
 
 
-def test_the_state_is_that_of_each_worker_and_a_copy(workers: Cluster) -> None:
+def test_the_state_is_a_copy_of_all_workers_states(workers: Cluster) -> None:
     workers.run(0, _form)
 
 
@@ -104,16 +104,16 @@ def _refused() -> None:
             optimizer.load_state_dict(wrong)  # type: ignore[arg-type]
     together = Far(("worker1", "worker1", "worker2"))
     for references, shown in (
-        (far.references[:3], r"\[0, 3\], \[1, 4\], \[2, 5\], and here they have \[0\], \[1\], \[2\]"),
-        (sorted(far.references, key=lambda r: r.owner_name()), r"here they have \[0, 1\], \[2, 3\], \[4, 5\]"),
-        (together.references, r"here they have \[0, 1, 3, 4\], \[2, 5\]"),
+        (far.references[:3], r"\[0, 3\], \[1, 4\], \[2, 5\]\. Now they have \[0\], \[1\], \[2\]"),
+        (sorted(far.references, key=lambda r: r.owner_name()), r"Now they have \[0, 1\], \[2, 3\], \[4, 5\]"),
+        (together.references, r"Now they have \[0, 1, 3, 4\], \[2, 5\]"),
     ):
         with pytest.raises(UsageError, match=shown + r"\. Give the parameters in the same order"):
             DistributedOptimizer(optim.Adam, references).load_state_dict(state)
-    # What torch finds wrong with it comes from the workers.
+    # Torch's own errors are raised on the workers.
     with pytest.raises(ValueError, match="different number of parameter groups"):
         DistributedOptimizer(Nested, far.references, lr=0.1).load_state_dict(state)
 
 
-def test_a_state_that_does_not_fit_is_refused(workers: Cluster) -> None:
+def test_a_state_for_other_parameters_raises(workers: Cluster) -> None:
     workers.run(0, _refused)

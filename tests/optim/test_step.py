@@ -1,4 +1,4 @@
-"""``DistributedOptimizer.step`` does what the optimiser does in one process."""
+"""``DistributedOptimizer.step`` gives the same result as the optimizer in one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.workers import Cluster
 
 
 def unnamed() -> type[optim.Optimizer]:
-    """A class that can't be found by name on the workers, so it is sent."""
+    """A class that workers can't import, so it is sent by value."""
 
     class Mine(optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -87,13 +87,13 @@ def _positional() -> None:
     train_far(far, DistributedOptimizer(optim.Adam, iter(far.references), 0.1, (0.5, 0.9), eps=0.1), inputs(3))
     train_near(near, optim.Adam(near.parameters, 0.1, (0.5, 0.9), eps=0.1), inputs(3))
     assert_same(far.values(), near.values())
-    # A function will do for a class.
+    # A function instead of a class.
     train_far(far, DistributedOptimizer(partial(optim.SGD, lr=0.1), far.references), inputs(1))
     train_near(near, optim.SGD(near.parameters, lr=0.1), inputs(1))
     assert_same(far.values(), near.values())
 
 
-def test_arguments_are_those_of_the_class(workers: Cluster) -> None:
+def test_arguments_are_passed_to_the_class(workers: Cluster) -> None:
     workers.run(0, _positional)
 
 
@@ -123,7 +123,7 @@ def _own_grad() -> None:
         assert rpc.rpc_sync(part.owner(), grad_is_kept, (part,))
 
 
-def test_grad_of_the_program_is_neither_used_nor_changed(workers: Cluster) -> None:
+def test_grad_is_neither_used_nor_changed(workers: Cluster) -> None:
     workers.run(0, _own_grad)
 
 
@@ -142,13 +142,13 @@ def _only_its_own_context() -> None:
         after = far.values()
         changed = [not torch.equal(one, other) for one, other in zip(before, after, strict=True)]
         assert changed == [True, False, False, True, False, False]
-        # Its gradients stay, so a second step is the same again.
+        # The gradients stay in the context, so a second step does the same again.
         optimizer.step(context_id)
         assert_same([after[0] * 2 - before[0]], [far.values()[0]])
     assert rpc.rpc_sync("worker2", grad_is_kept, (far.parts[1],))
 
 
-def test_parameters_without_a_gradient_in_the_context_stay(workers: Cluster) -> None:
+def test_parameters_without_a_gradient_do_not_change(workers: Cluster) -> None:
     workers.run(0, _only_its_own_context)
 
 
@@ -159,7 +159,7 @@ def _untouched_worker() -> None:
         optimizer = DistributedOptimizer(optim.SGD, far.references, lr=0.5)
         with dist_autograd.context() as context_id:
             dist_autograd.backward(context_id, [far.parts[0].rpc_sync().forward(inputs(1)[0]).sum()])
-            # Another thread has no context of its own, and worker2 has never heard of this one.
+            # The other thread has no context, and worker2 does not know this one.
             if in_thread:
                 in_threads(1, lambda _, step=optimizer.step, number=context_id: step(number))
             else:
@@ -170,7 +170,7 @@ def _untouched_worker() -> None:
     assert_same(values[0][1:3], near.values()[1:3])
 
 
-def test_workers_that_the_context_has_not_touched(workers: Cluster) -> None:
+def test_workers_that_do_not_know_the_context(workers: Cluster) -> None:
     workers.run(0, _untouched_worker)
 
 
@@ -190,7 +190,7 @@ def _passed_on() -> None:
     assert_same(far.values(), near.values())
 
 
-def test_an_optimizer_may_be_passed_on(workers: Cluster) -> None:
+def test_an_optimizer_can_be_sent(workers: Cluster) -> None:
     workers.run(0, _passed_on)
 
 

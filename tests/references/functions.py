@@ -28,7 +28,7 @@ def let_go(key: str) -> None:
 
 
 def kept_value(key: str) -> Any:
-    """What a kept reference refers to."""
+    """The value of a kept reference."""
     return kept[key].to_here()
 
 
@@ -41,7 +41,7 @@ def give(key: str) -> Any:
 
 
 def keep_some(owner: str, other: str) -> None:
-    """References to a thing, to a number and to what is never made, all on ``owner``; the second one is passed on."""
+    """References to a thing, to a number and to a value that is never made, on ``owner``; the second is passed on."""
     kept["value"] = rpc.remote(owner, Thing, args=("kept",))
     kept["number"] = rpc.remote(owner, calls.add, args=(1,))
     assert kept["number"].to_here() == 2
@@ -143,7 +143,7 @@ class Adder:
 
 
 class Swallower:
-    """A context that lets no exception through."""
+    """A context manager that suppresses all exceptions."""
 
     def __init__(self) -> None:
         self.seen: Any = None
@@ -160,12 +160,12 @@ class Swallower:
 
 
 def things(name: str) -> int:
-    """How many things of this name are there on this worker."""
+    """The number of things with this name on this worker."""
     return sum(thing.name == name for thing in list(Thing.alive))
 
 
 def own(name: str) -> Any:
-    """A reference to a thing of the worker that this runs on."""
+    """A reference to a thing on the worker that runs this function."""
     return rpc.RRef(Thing(name))
 
 
@@ -176,7 +176,7 @@ def gated_thing(gate: str, name: str) -> Thing:
 
 
 class Chain:
-    """Something that holds a reference."""
+    """An object that holds a reference."""
 
     def __init__(self, rref: Any) -> None:
         self.rref = rref
@@ -193,7 +193,7 @@ class Failing:
 
 
 class Table(dict[int, Any]):
-    """A value that changes while others look at it."""
+    """A value that changes while other threads read it."""
 
     def change(self, i: int) -> None:
         for j in range(50):

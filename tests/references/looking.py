@@ -1,4 +1,4 @@
-"""Looking at workers: what they know of references, and waiting until that is what it should be."""
+"""Helpers that read the counts of references on workers, and wait for the expected ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable
 
-from farprop.runtime.current import current_agent
+from farprop.runtime.agent_registry import current_agent
 from tests.references.functions import kept
 from tests.support.workers import Cluster
 
@@ -14,7 +14,7 @@ PATIENCE = 20.0
 
 
 def wait_until(condition: Callable[[], object], what: str = "", seconds: float = PATIENCE) -> None:
-    """Ask again and again until it holds."""
+    """Poll until the condition holds."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -23,24 +23,24 @@ def wait_until(condition: Callable[[], object], what: str = "", seconds: float =
 
 
 def counts() -> dict[str, int]:
-    """What this worker knows: all of these are 0 when nobody refers to anything."""
+    """The counts of this worker's references. All are 0 when no references are left."""
     references = current_agent().references
-    return {**references.counts(), "early": len(references._early), "own_calls": len(references._own_calls)}
+    values = references._values
+    return {**references.counts(), "early": len(values.early_slots), "own_calls": len(values._own_calls)}
 
 
 def owned() -> int:
-    """How many values of this worker are referred to elsewhere."""
+    """The number of this worker's values that other workers refer to."""
     return counts()["num_owner_rrefs"]
 
 
 def validate() -> None:
     references = current_agent().references
-    with references._lock:
-        references._machine.validate()
+    references._guard.locked(references._machine.validate)
 
 
 def become_empty(seconds: float = PATIENCE) -> None:
-    """Wait until this worker has no references and no work with them."""
+    """Wait until this worker has no references and no pending operations on them."""
     gc.collect()
     try:
         wait_until(lambda: not any(counts().values()), seconds=seconds)
@@ -53,7 +53,7 @@ def become_empty(seconds: float = PATIENCE) -> None:
 
 
 def drop_all() -> None:
-    """Let go of everything that this worker keeps, and see that nothing is left."""
+    """Drop everything that this worker keeps, and check that no references are left."""
     kept.clear()
     become_empty()
 

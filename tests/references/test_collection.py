@@ -1,4 +1,4 @@
-"""Values are freed when the last reference goes, wherever and however it goes."""
+"""A value is freed when the last reference to it is dropped, on any worker and in any way."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.workers import Cluster
 
 
 def _gone(worker: str, name: str) -> None:
-    """Wait until the things of this name are freed there. The collector of cycles has no part in it."""
+    """Wait until the things with this name are freed, without the help of the cycle collector."""
     wait_until(lambda: rpc.rpc_sync(worker, g.things, args=(name,)) == 0, f"no {name} on {worker}")
 
 
@@ -95,7 +95,7 @@ def _holds_others() -> None:
 
 
 def _failed_uses() -> None:
-    """Errors keep what they were raised through only as long as somebody has them."""
+    """An error keeps its frames alive only as long as something refers to the error."""
     rref = rpc.remote("worker1", g.Thing, args=("failed uses",))
     failed = rpc.remote("worker1", f.raise_custom)
     future = rref.rpc_async().fail()
@@ -222,7 +222,7 @@ def test_dropped_inside_callbacks(workers: Cluster) -> None:
 
 
 class Holder:
-    """Drops its reference in its finaliser, and is in a cycle, so that the collector calls that at any moment."""
+    """Drops its reference in its finaliser. It is in a cycle, so the collector may run the finaliser at any moment."""
 
     def __init__(self, rref: Any) -> None:
         self.rref = rref

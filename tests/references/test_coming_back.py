@@ -1,4 +1,4 @@
-"""Groups that workers join and leave: what becomes of references to those who left, and came back as another."""
+"""Dynamic groups: references to a worker that leaves, and to its name after another process has joined with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import farprop.rpc as rpc
 from farprop.errors import ReferenceLostError
-from farprop.runtime.current import current_agent
+from farprop.runtime.agent_registry import current_agent
 from tests.references import functions as g
 from tests.references.looking import become_empty, validate, wait_until
 from tests.support.workers import run_workers
@@ -37,7 +37,7 @@ def _every_use_raises(rref: Any) -> None:
 
 
 def _end(path: str) -> None:
-    """A graceful end, which has to come soon."""
+    """A graceful shutdown, which has to end soon."""
     g.kept.clear()
     become_empty()
     began = time.monotonic()

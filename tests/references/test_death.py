@@ -1,4 +1,4 @@
-"""The owner dies: what it had is lost, and everybody who refers to it is told at once."""
+"""The owner dies: its values are lost, and all workers that refer to them get an error at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.workers import cluster
 
 
 def _wait_for_pending() -> tuple[list[str], float]:
-    """Four threads wait for what a dead worker does not do any more."""
+    """Four threads wait for answers of a worker that dies."""
     rref = g.kept["pending"]
     errors: dict[Any, BaseException] = {}
 
@@ -70,7 +70,7 @@ def _every_use_raises(*keys: str) -> None:
 
 
 def _use_at_once() -> float:
-    """Before anybody had time to find out."""
+    """Use the references before any worker has detected the death."""
     began = time.monotonic()
     with pytest.raises(ReferenceLostError, match="worker1"):
         g.kept["number"].to_here()

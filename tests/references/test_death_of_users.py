@@ -1,4 +1,4 @@
-"""Those who refer to a value die: what they held is given back, and what they were about to do is settled."""
+"""Users of a value die: their references are released, and their unfinished operations are resolved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.workers import cluster
 
 
 def _give_to(to: str) -> None:
-    """References from the owner, from a user, in a result, and those that the other makes itself."""
+    """References from the owner, from a user, in a result, and made by the other worker itself."""
     rpc.rpc_sync(to, g.keep, args=("from the owner", rpc.RRef(g.Thing("given"))))
     rpc.rpc_sync("worker0", _pass_on, args=(rpc.RRef(g.Thing("given")), to))
     rpc.rpc_sync(to, _fetch, args=("worker1",))
@@ -49,13 +49,13 @@ def test_a_user_dies(env: dict[str, str]) -> None:
 
 
 def _hold_back(kind: str) -> None:
-    """Messages of this kind are not sent by this worker, for now."""
+    """This worker sends no messages of this kind inside the block."""
     plan = faults.FaultPlan()
     if kind.startswith("RREF"):
         plan.fail(types=[kind])  # it tries again
     else:
         plan.lose(types=[kind])
-    rpc._get_current_rpc_agent().set_judge(plan.judge)
+    rpc._get_current_rpc_agent().peers.set_fault_policy(plan.decide)
 
 
 def _pass_and_drop() -> None:
@@ -169,4 +169,4 @@ def test_the_only_holder_dies_while_it_passes_the_reference_on() -> None:
 
 
 def _let_through() -> None:
-    rpc._get_current_rpc_agent().set_judge(None)
+    rpc._get_current_rpc_agent().peers.set_fault_policy(None)

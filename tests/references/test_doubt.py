@@ -1,4 +1,4 @@
-"""Calls whose outcome is not known: timeouts and cut connections. Nothing leaks, and nothing runs twice."""
+"""Calls with unknown outcomes: timeouts and cut connections. Nothing leaks, and nothing runs twice."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _dropped_before_the_value_is_there(owner: str) -> None:
 
 
 def _passed_on_in_time(owner: str) -> None:
-    """Who got it before the timeout has a good reference."""
+    """A worker that got the reference before the timeout can use it."""
     gate = f"passed at {owner}"
     rref = rpc.remote(owner, g.gated_thing, args=(gate, gate), timeout=0.5)
     rpc.rpc_sync("worker2", g.keep, args=("in time", rref))
@@ -134,7 +134,7 @@ def _give_up() -> None:
 
 
 def _late_answer() -> None:
-    """An answer with references that nobody waits for any more; and arguments of a call that has been given up."""
+    """References in the answer to an abandoned call, and in the arguments of one."""
     _give_up()
     gc.collect()
     # The functions still run, and have their arguments.

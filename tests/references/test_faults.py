@@ -1,4 +1,4 @@
-"""``farprop.testing``: messages that fail, vanish, come late or cut the connection, as a plan says."""
+"""``farprop.testing``: a fault plan makes messages fail, get lost, arrive late or cut the connection."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 import farprop.rpc as rpc
 from farprop.errors import ConnectionLostError, InjectedFaultError, RpcTimeoutError, UsageError
 from farprop.testing import FaultPlan, faults
-from farprop.transport.faulty import Action
-from farprop.wire.codec import encode_call
-from farprop.wire.frames import REQUEST
+from farprop.transport.fault_injection import FaultAction
+from farprop.wire.fast_codec import encode_call
 from tests.calls import functions as f
 from tests.references import functions as g
 from tests.references.looking import all_empty, become_empty, owned, wait_until
 from tests.support.workers import Cluster, run_workers
 
 
-def _verdicts(plan: FaultPlan, count: int, worker: str = "worker1") -> list[Action | None]:
+def _decisions(plan: FaultPlan, count: int, worker: str = "worker1") -> list[FaultAction | None]:
     """What the plan says to so many small calls."""
     message = encode_call(None, (1,), {})
-    found = [plan.judge(worker, REQUEST, 0, i, b"tests.calls.functions:add", message) for i in range(count)]
-    return [None if verdict is None else verdict.action for verdict in found]
+    message.name = b"tests.calls.functions:add"
+    found = [plan.decide(worker, message) for _ in range(count)]
+    return [None if decision is None else decision.action for decision in found]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_rules_that_make_no_sense(rule: Callable[[FaultPlan], None]) -> None:
     for _ in range(2):
         with pytest.raises(ValueError):
             rule(plan)
-        assert _verdicts(plan, 5) == [None] * 5  # none of them has left a rule, and messages have been sent meanwhile
+        assert _decisions(plan, 5) == [None] * 5  # none of them has left a rule, and messages have been sent meanwhile
     assert not plan.counts
 
 
@@ -60,36 +60,36 @@ def test_a_plan_needs_a_worker() -> None:
 
 
 def test_the_same_seed_gives_the_same_faults() -> None:
-    def with_seed(seed: int) -> tuple[list[Action | None], dict[str, int]]:
+    def with_seed(seed: int) -> tuple[list[FaultAction | None], dict[str, int]]:
         plan = FaultPlan(seed)
         plan.fail(probability=0.2)
         plan.lose(types=["PYTHON_CALL"], probability=0.2)
         plan.delay(0.5, worker="worker1", probability=0.5)
-        return _verdicts(plan, 500), dict(plan.counts)
+        return _decisions(plan, 500), dict(plan.counts)
 
-    verdicts, counted = with_seed(3)
-    assert (verdicts, counted) == with_seed(3)
-    assert verdicts != with_seed(4)[0]
-    assert 60 < verdicts.count(Action.FAIL) < 140
-    assert 40 < verdicts.count(Action.LOSE) < 120
-    assert 100 < verdicts.count(Action.DELAY) < 220
+    actions, counted = with_seed(3)
+    assert (actions, counted) == with_seed(3)
+    assert actions != with_seed(4)[0]
+    assert 60 < actions.count(FaultAction.FAIL) < 140
+    assert 40 < actions.count(FaultAction.LOSE) < 120
+    assert 100 < actions.count(FaultAction.DELAY) < 220
     assert counted == {
-        "fail PYTHON_CALL": verdicts.count(Action.FAIL),
-        "lose PYTHON_CALL": verdicts.count(Action.LOSE),
-        "delay PYTHON_CALL": verdicts.count(Action.DELAY),
+        "fail PYTHON_CALL": actions.count(FaultAction.FAIL),
+        "lose PYTHON_CALL": actions.count(FaultAction.LOSE),
+        "delay PYTHON_CALL": actions.count(FaultAction.DELAY),
     }
 
 
 def test_rules_choose_by_worker_number_and_order() -> None:
     plan = FaultPlan()
-    assert _verdicts(plan, 2) == [None, None]
+    assert _decisions(plan, 2) == [None, None]
     plan.fail_at("worker1", 2)
     plan.cut_at("worker1", 2)  # the first rule that fits decides
     plan.cut_at("worker1", 4)
     plan.lose(worker="worker2")
-    assert _verdicts(plan, 5) == [None, Action.FAIL, None, Action.CUT, None]
-    assert _verdicts(plan, 2, "worker2") == [Action.LOSE, Action.LOSE]
-    assert _verdicts(plan, 2, "worker0") == [None, None]
+    assert _decisions(plan, 5) == [None, FaultAction.FAIL, None, FaultAction.CUT, None]
+    assert _decisions(plan, 2, "worker2") == [FaultAction.LOSE, FaultAction.LOSE]
+    assert _decisions(plan, 2, "worker0") == [None, None]
     assert plan.counts == {"fail PYTHON_CALL": 1, "cut PYTHON_CALL": 1, "lose PYTHON_CALL": 2}
 
 
@@ -180,7 +180,7 @@ def _nested() -> None:
 
 
 def _operations_are_repeated() -> None:
-    """Each batch fails twice: everything happens all the same, if later."""
+    """Each batch fails twice. All operations are still executed, later."""
     with faults.inject() as plan:
         plan.fail(types=["RREF_USER_DELETE", "RREF_CHILD_ACCEPT", "RREF_FORK_REQUEST"], sends=2)
         thing = rpc.remote("worker1", g.Thing, args=("repeated",))

@@ -79,7 +79,7 @@ def _gated_calling(gate: str) -> Calling:
 
 
 def _kept_only_by_a_call() -> None:
-    """The answer to the call is what frees the value: whoever reads that answer must not run the finaliser."""
+    """The answer to the call frees the value. The thread that reads the answer must not run the finaliser."""
     for owner in ("worker0", "worker1"):
         said.clear()
         rref = rpc.RRef(Calling("kept")) if owner == "worker0" else rpc.remote(owner, Calling, args=("kept",))
@@ -123,7 +123,7 @@ def _chain() -> None:
 
 
 def _in_an_answer() -> None:
-    """Values that are freed because the caller has given up, or because the answer can't be read."""
+    """Values that are freed because the caller has timed out, or because the answer can't be decoded."""
     with pytest.raises(TypeError):
         rpc.rpc_sync("worker1", _unpicklable_with, args=("unpicklable",))
     rpc.rpc_sync("worker1", gc.collect)

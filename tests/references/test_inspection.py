@@ -1,4 +1,4 @@
-"""``live_references`` and the counts: what a worker says of its references."""
+"""``live_references`` and the counts of references in ``get_debug_info``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RudeMapping(dict[str, Any]):
 
 
 def test_values_that_do_not_like_to_be_measured() -> None:
-    """Looking at references must not fail because of one of them."""
+    """Unusual values (recursive, deep, lazy, sparse, or rude) must not make the inspection fail."""
     itself: list[Any] = []
     itself.append(itself)
     deep: list[Any] = []

@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of a call: nobody keeps what the program never got, and the job ends as usual."""
+"""Ctrl-C during a call: no worker keeps a value whose reference the program never got, and shutdown works."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 
 import farprop.rpc as rpc
-from farprop.runtime import links
-from farprop.runtime.current import current_agent
+from farprop.runtime import client_connection
+from farprop.runtime.agent_registry import current_agent
 from tests.calls import functions as f
 from tests.references import functions as g
 from tests.references.looking import all_empty, become_empty, wait_until
@@ -32,14 +32,17 @@ def _before_it_is_sent() -> Iterator[None]:
     def interrupted(timeout: float) -> None:
         raise KeyboardInterrupt
 
-    link = current_agent().link("worker1")
-    with mock.patch.object(links, "_OUTBOX_LIMIT", -1), mock.patch.object(link, "_wait_for_room", interrupted):
+    connection = current_agent().peers.connect("worker1")
+    with (
+        mock.patch.object(client_connection, "_OUTBOX_LIMIT", -1),
+        mock.patch.object(connection, "_wait_for_room", interrupted),
+    ):
         yield
 
 
 @contextmanager
 def _when_it_is_out() -> Iterator[None]:
-    connection = current_agent().link("worker1")._connection
+    connection = current_agent().peers.connect("worker1")._connection
     send = connection.send
 
     def interrupted(*message: Any) -> None:

@@ -88,7 +88,7 @@ def test_before_it_is_confirmed(workers: Cluster) -> None:
 
 
 def _overtake_the_call() -> None:
-    """The reference gets there before the call that makes its value."""
+    """The reference arrives before the call that makes its value."""
     with faults.inject() as plan:
         plan.delay(0.4, types=["PYTHON_REMOTE_CALL"])
         rref = rpc.remote("worker1", f.add, args=(1, 2))
@@ -211,12 +211,12 @@ def _states(rrefs: list[Any]) -> list[bool]:
 def _delay_registering() -> None:
     plan = faults.FaultPlan()
     plan.delay(0.3, types=["RREF_FORK_REQUEST"])
-    rpc._get_current_rpc_agent().set_judge(plan.judge)
+    rpc._get_current_rpc_agent().peers.set_fault_policy(plan.decide)
     g.keep("plan", plan)
 
 
 def _stop_delaying() -> int:
-    rpc._get_current_rpc_agent().set_judge(None)
+    rpc._get_current_rpc_agent().peers.set_fault_policy(None)
     return g.kept.pop("plan").counts.total()  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""``rref.rpc_sync()``, ``rref.rpc_async()``, ``rref.remote()``: methods of a value, called where it is."""
+"""``rref.rpc_sync()``, ``rref.rpc_async()``, ``rref.remote()``: methods of a value, called on its owner."""
 
 from __future__ import annotations
 

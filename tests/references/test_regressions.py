@@ -1,4 +1,4 @@
-"""Faults that a review of the references found, each with the smallest job that shows it."""
+"""Regression tests for bugs in references, each with the smallest job that shows it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import farprop.rpc as rpc
 from farprop.errors import ConnectionLostError, ReferenceLostError, UsageError
 from farprop.protocol.quiescence import Quiescence
 from farprop.rpc import api
-from farprop.runtime import owner_calls
-from farprop.runtime.current import current_agent
+from farprop.runtime.agent_registry import current_agent
 from farprop.testing import faults
+from farprop.wire.message import Method
 from tests.calls import functions as f
 from tests.references import functions as g
 from tests.references.looking import become_empty, owned, wait_until
@@ -89,7 +89,7 @@ def _has_gone_on() -> bool:
 
 
 def _use_what_worker2_keeps() -> Any:
-    """When worker2, which does nothing itself, is through with waiting for its own work."""
+    """The time at which worker2, which has no work of its own, has finished waiting for its work."""
     wait_until(lambda: rpc.rpc_sync("worker2", _has_gone_on))
     return rpc.rpc_sync("worker2", g.kept_value, args=("late",))
 
@@ -174,14 +174,14 @@ def test_a_reference_of_an_earlier_init_reaches_nothing_new(env: dict[str, str])
 
 
 def _ask_after_letting_go() -> None:
-    """As when a question times out, its reference is dropped, and the owner looks at the question last."""
+    """A fetch times out and its reference is dropped; the owner sees the fetch after the drop."""
     rref = rpc.remote("worker1", f.identity, args=(1,))
     assert rref.to_here() == 1
     name = rref._record.rref
     del rref
     wait_until(lambda: rpc.rpc_sync("worker1", owned) == 0)
     with pytest.raises(ReferenceLostError):
-        current_agent().call_sync("worker1", owner_calls.fetch, (name.created_on, name.local_id, False), {}, 20.0)
+        current_agent().call_sync("worker1", Method.FETCH, (name.created_on, name.local_id, False), {}, 20.0)
 
 
 def test_a_question_that_is_looked_at_after_its_reference_was_dropped(workers: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""``RRef`` and ``remote``: what they say, what can be called, what comes at ``to_here``."""
+"""``RRef`` and ``remote``: their attributes and errors, the functions they can call, and ``to_here``."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_wrong_use_is_said(workers: Cluster) -> None:
 
 
 def _endless_waits() -> list[Any]:
-    """Timeouts that no lock takes."""
+    """Timeouts that are too large for a lock."""
     pending = [rpc.remote(to, g.at_gate, args=("endless", to)) for to in ("worker0", "worker1")]
     waiters = []
     got: list[Any] = []

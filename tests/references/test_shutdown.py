@@ -1,4 +1,4 @@
-"""References and the end: of the job, of a worker, of a process."""
+"""References during the shutdown of a job, a worker or a process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.workers import run_workers
 
 
 def _start(rank: int, size: int = 2) -> str:
-    """Become a worker; the name of the next one."""
+    """Start this worker; returns the name of the next one."""
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size)
     return f"worker{(rank + 1) % size}"
 

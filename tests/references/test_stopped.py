@@ -1,4 +1,4 @@
-"""A worker that is stopped is not dead, and costs those who wait for it their deadlines and no more."""
+"""A stopped worker is not dead: calls to it fail at their deadlines, and nothing else is affected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where in a message a reference can be, and that it is nowhere else."""
+"""The places in a message in which references can travel, and errors for all others."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Box:
 
 
 class WithState:
-    """Pickles by what it says itself."""
+    """Has a ``__reduce__`` of its own."""
 
     def __init__(self, rref: Any) -> None:
         self.rref = rref
@@ -229,7 +229,7 @@ def _unwritable(rref: Any) -> Any:
 
 
 def _spoilt_messages() -> None:
-    """None of these may leak what travelled in them."""
+    """Failed calls must not leak the references in them."""
     for owner in ("worker0", "worker1", "worker2"):
         rref = rpc.remote(owner, g.Thing, args=("spoilt",))
         with pytest.raises(OSError, match="not today"):

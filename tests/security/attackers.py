@@ -1,4 +1,4 @@
-"""What attackers have at hand: a store that they can write to, a place in the path, the identity of another user."""
+"""Tools of attackers: write access to the store, a proxy between workers, the identity of another user."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+import farprop.distributed  # noqa: F401 - it has the backend
 import farprop.rpc as rpc
 from farprop.transport import sockets
 from farprop.transport.tls import Certificates, TlsSocket
@@ -24,7 +25,7 @@ NOBODY = 65534
 
 
 class Store:
-    """A job's store, and what somebody can do with it who reaches its port and knows nothing else."""
+    """A job's store, and what an attacker can do who reaches its port and knows no secret."""
 
     def __init__(self) -> None:
         self.store = dist.TCPStore(
@@ -37,7 +38,7 @@ class Store:
         }
 
     def find(self, name: str) -> str:
-        """The whole key of the value that workers put under ``name``, as soon as it is there."""
+        """Wait for the value that workers store under ``name``; returns its full key."""
         deadline = time.monotonic() + 50
         while time.monotonic() < deadline:
             found = [key for key in self.store.list_keys() if key.endswith(f"/{name}")]
@@ -50,13 +51,13 @@ class Store:
         return bytes(self.store.get(self.find(name)))
 
     def set(self, name: str, value: bytes, beside: str | None = None) -> None:
-        """Overwrite a value; ``beside`` names one that is there, if this one is not there yet."""
+        """Overwrite a value. If it does not exist yet, ``beside`` names one that does."""
         key = self.find(name) if beside is None else self.find(beside)[: -len(beside)] + name
         self.store.set(key, value)  # type: ignore[arg-type]
 
 
 class Proxy:
-    """Sits between a dialler and ``target``. ``change(direction, number, data)`` says what becomes of bytes that pass:
+    """Sits between a dialer and ``target``. ``change(direction, number, data)`` says what becomes of bytes that pass:
     direction "there" or "back", and the number of bytes that passed in it before. Everything is recorded.
     """
 
@@ -85,13 +86,13 @@ class Proxy:
             self.connections += 1
             self._start(self.serve, sock)
 
-    def serve(self, dialler: socket.socket) -> None:
-        """One connection: pass on what each side says."""
-        with dialler, socket.create_connection(self.target) as listener:
-            self.carry(dialler, listener)
+    def serve(self, dialer: socket.socket) -> None:
+        """Relay one connection in both directions."""
+        with dialer, socket.create_connection(self.target) as listener:
+            self.carry(dialer, listener)
 
-    def carry(self, dialler: Any, listener: Any) -> None:
-        ways = {dialler.fileno(): ("there", dialler, listener), listener.fileno(): ("back", listener, dialler)}
+    def carry(self, dialer: Any, listener: Any) -> None:
+        ways = {dialer.fileno(): ("there", dialer, listener), listener.fileno(): ("back", listener, dialer)}
         while not self._is_closed:
             ready = [fd for fd, (_, source, _) in ways.items() if getattr(source, "has_more", False)]
             ready = ready or select.select(list(ways), [], [], 0.1)[0]
@@ -126,11 +127,11 @@ class TlsRelay(Proxy):
     everything, if the workers let it.
     """
 
-    def serve(self, dialler: socket.socket) -> None:
+    def serve(self, dialer: socket.socket) -> None:
         certificates = Certificates(None)
-        with dialler, socket.create_connection(self.target) as listener:
-            inside, _ = certificates.accept(dialler)
-            _make_tls(inside, dialler, b"")
+        with dialer, socket.create_connection(self.target) as listener:
+            inside, _ = certificates.accept(dialer)
+            _make_tls(inside, dialer, b"")
             outside = certificates.dial(listener)
             _make_tls(outside, listener, outside.handshake(b"")[1])
             self.carry(inside, outside)
@@ -157,7 +158,7 @@ def closing_all(*proxies: Proxy) -> Iterator[None]:
 
 
 def redirect(by_target: dict[Address, Address]) -> None:
-    """The network leads what this process dials somewhere else."""
+    """Redirects the connections that this process dials."""
     connect = socket.create_connection
 
     class Redirected:
@@ -173,10 +174,19 @@ def redirect(by_target: dict[Address, Address]) -> None:
 
 
 def start_or_say(rank: int, world_size: int = 2) -> str:
-    """Join a job; an empty text, or why it failed."""
+    """Join a job; returns an empty text, or the error."""
     options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=20)
     try:
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def join_group_or_say(rank: int) -> str:
+    """Join a process group of two; returns an empty text, or the error."""
+    try:
+        dist.init_process_group("farprop", rank=rank, world_size=2)
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -190,6 +200,6 @@ def call_or_say(to: str, function: Any = f.add, *args: Any) -> Any:
 
 
 def touch(path: str) -> None:
-    """What an attacker would have a worker run."""
+    """The function that an attacker wants a worker to run."""
     with open(path, "w") as file:
         file.write(str(os.getpid()))

@@ -1,4 +1,4 @@
-"""What workers of restricted jobs expose, and what they keep to themselves."""
+"""Functions and classes of workers in restricted jobs, exposed and not exposed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import farprop.rpc as rpc
-from farprop.runtime.current import current_agent
+from farprop.runtime.agent_registry import current_agent
 
 CALLED: list[str] = []  # what ran here that must not
 
@@ -130,7 +130,7 @@ class Counter:
 
 @rpc.expose
 class Caller:
-    """No module: to call it is something else than its ``forward``."""
+    """Not a module: calling it does not call its ``forward``."""
 
     @rpc.expose
     def forward(self) -> int:
@@ -141,7 +141,7 @@ class Caller:
 
 
 class Doubled(Counter):
-    """What is exposed of a class is exposed of those derived from it."""
+    """A derived class: methods that its base class exposes are exposed here, too."""
 
     def add(self, step: int) -> int:
         return super().add(2 * step)
@@ -170,7 +170,7 @@ rpc.expose(torch.nn.Linear, methods=("forward", "parameters", "train"))
 
 @rpc.expose
 class Half(torch.nn.Module):
-    """The half of a model that its worker keeps: its parameters are nobody else's business."""
+    """The half of a model that stays on its worker. Other workers can't read its parameters."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -189,5 +189,5 @@ class Half(torch.nn.Module):
 
 @rpc.expose
 def waiting_requests() -> int:
-    """How many requests of the program's this worker counts, this one included."""
+    """The number of the program's requests that run on this worker, including this one."""
     return int(current_agent()._server.active)

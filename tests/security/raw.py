@@ -1,4 +1,4 @@
-"""A peer that has proved itself and then says what it likes, byte by byte."""
+"""A peer that is authenticated, and then sends arbitrary bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever bytes come from others, the outcome is a value or a typed error. ``make fuzz`` looks longer."""
+"""Any bytes from a peer yield a value or a typed error. ``make fuzz`` runs longer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = [name for name in TARGETS if name != "data_codec" or importlib.util.find
 
 @contextmanager
 def little_memory() -> Iterator[None]:
-    """What wants 200 MiB more than there is already gets a MemoryError, which no target takes for typed."""
+    """Limits the process to 200 MiB more than it uses now. Beyond that, it gets a MemoryError, which fails the test."""
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -51,7 +51,7 @@ def test_anything(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_nearly_right(name: str) -> None:
-    """Right ones with some bytes changed, left out, or sent twice."""
+    """Valid inputs with some bytes changed, removed or repeated."""
     run = TARGETS[name]()
     change = st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255), st.sampled_from(["set", "cut", "twice"]))
 

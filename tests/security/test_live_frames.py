@@ -1,4 +1,4 @@
-"""Frames that are right, with what stands in front of the pickle made up: a live worker goes on."""
+"""Valid frames with random heads in front of the pickle. A live worker survives them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import random
 import pytest
 
 from farprop.ids import GlobalId
-from farprop.protocol.references.messages import Fork, pack_forks
-from farprop.wire.frames import ANSWER, CONTEXT, FAILURE, FORKS, NOTICE, PLAIN, PROFILED, REMOTE, REQUEST, SYSTEM, pack
+from farprop.protocol.references.messages import Fork
+from farprop.wire.message import ANSWER, CONTEXT, FAILURE, FAST, NOTICE, PROFILED, REFS, REMOTE, REQUEST, SYSTEM
 from tests.security.raw import memory, proven, serves
+from tests.support.raw_messages import pack, pack_fork, pack_forks
 from tests.support.workers import cluster
 
 pytestmark = pytest.mark.one_transport
@@ -18,18 +19,21 @@ NAMES = (b"builtins:abs", b"", b"\xff", b"no.such:thing", b"builtins:", b":", b"
 
 
 def _made_up(chance: random.Random) -> bytes:
-    """Anything that gets past the header's checks, or nearly."""
+    """Random messages that pass the header's checks, or nearly do."""
     flags = 0
-    for flag in (SYSTEM, PROFILED, PLAIN, FORKS, REMOTE, CONTEXT):
+    for flag in (SYSTEM, PROFILED, FAST, REFS, REMOTE, CONTEXT):
         flags |= flag * (chance.random() < 0.3)
     meta = b""
-    if flags & FORKS and chance.random() < 0.7:
+    if flags & REFS and chance.random() < 0.7:
         # Of the worker itself, of worker 1, which is who we say that we are, and of nobody.
         forks = [
             Fork(chance.choice([0, 1, 77]), _made_up_id(chance), _made_up_id(chance), chance.random() < 0.9)
             for _ in range(chance.choice([0, 1, 1, 2, 20]))
         ]
-        meta += pack_forks(forks) + chance.choice([b"\0\0", b"\3\0abc", b"\xff\xff", b""])
+        meta += pack_forks(forks)
+    if flags & REMOTE and chance.random() < 0.7:
+        fork = Fork(chance.choice([0, 1, 77]), _made_up_id(chance), _made_up_id(chance), False)
+        meta += pack_fork(fork) + chance.choice([b"\0\0", b"\3\0abc", b"\xff\xff", b""])
     if flags & CONTEXT:
         meta += chance.randbytes(chance.choice([0, 10, 24, 30]))
     meta += chance.choice([b"", b"\x80\x05K\x01\x85}\x86.", b"\x80\x05)}\x86.", chance.randbytes(20)])

@@ -1,4 +1,4 @@
-"""A worker of a restricted job that has the job's key and sends what it likes: nothing of it runs, nobody breaks."""
+"""A malicious worker of a restricted job, which has the job's key: it can neither run code nor break other workers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ import farprop.rpc as rpc
 from farprop.errors import ConnectionLostError, FarpropError
 from farprop.nn import remote_module
 from farprop.optim import local
-from farprop.protocol.pass_messages import PassHead, pack_head
-from farprop.protocol.passes import ALL, PassId
-from farprop.protocol.references.messages import Fork, pack_forks
+from farprop.protocol.backward.state_machine import ALL, PassId
+from farprop.protocol.references.messages import Fork
 from farprop.rpc.restricted import _INTERNAL
-from farprop.runtime.current import current_agent
-from farprop.runtime.message_types import PROPAGATE
-from farprop.wire.codec import Encoded
-from farprop.wire.frames import CONTEXT, FAILURE, FORKS, PLAIN, PROFILED, REMOTE, SYSTEM
+from farprop.runtime.agent_registry import current_agent
+from farprop.wire.message import CONTEXT, FAILURE, FAST, PROFILED, REFS, REMOTE, SYSTEM, Message, Method, PassHead
 from tests.security import functions as f
+from tests.support.raw_messages import RawMessage, pack_fork, pack_forks
 from tests.support.workers import Cluster, cluster
 
 pytestmark = pytest.mark.one_transport
@@ -49,7 +47,7 @@ def _job() -> Iterator[Cluster]:
 
 @pytest.fixture
 def job(_job: Cluster) -> Iterator[Cluster]:
-    """After each attack nothing has run that must not, and the victim serves everybody."""
+    """Check after each attack that no forbidden code has run, and that the victim still serves other workers."""
     yield _job
     assert _job.run(VICTIM, f.called) == []
     _serves(_job)
@@ -66,23 +64,24 @@ def _use_reference() -> int:
 
 
 def _send(name: bytes, meta: bytes, flags: int = 0, buffers: Any = ()) -> tuple[int, Any]:
-    """In the attacker: send this, and return the kind of the answer and what it says."""
+    """In the attacker, send a message; returns the kind and the content of the answer."""
     agent = current_agent()
-    encoded = Encoded(meta, [memoryview(b) for b in buffers], None, flags)
+    message = RawMessage(meta, [memoryview(b) for b in buffers], None, flags)
+    message.name = name
     try:
-        frame = agent.link("worker0").call_sync(0, name, encoded, 10.0)
+        answer = agent.peers.connect("worker0").call_sync(message, 10.0)
     except ConnectionLostError:
         return 0, "it hung up"
-    if frame.kind == FAILURE:
-        return FAILURE, repr(agent.dialect.decode_failure(frame.meta))
-    return frame.kind, "it answered"
+    if answer.kind == FAILURE:
+        return FAILURE, repr(agent.dialect.decode_failure(answer.payload))
+    return answer.kind, "it answered"
 
 
 # Pickles
 
 
 class Bomb:
-    """If this is ever unpickled, a file appears."""
+    """Creates a file if it is ever unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -93,16 +92,17 @@ class Bomb:
 
 def _send_pickles(path: str) -> list[Any]:
     bomb = Bomb(path)
-    one = Fork(1, rpc.RRef(1)._own.rref, rpc.RRef(1)._own.rref, True)  # type: ignore[union-attr]
+    one = Fork(1, rpc.RRef(1)._owned.rref, rpc.RRef(1)._owned.rref, True)  # type: ignore[union-attr]
     heads = {
         0: b"",
-        PLAIN: b"",
+        FAST: b"",
         SYSTEM: b"",
-        PROFILED: b"",
+        PROFILED: bytes(4),
         CONTEXT: struct.pack("<QQII", 1 << 48, 0, 0, 0),
-        CONTEXT | PLAIN: struct.pack("<QQII", 1 << 48, (1 << 48) + 5, 1, 0),
-        FORKS: pack_forks([]),
-        FORKS | REMOTE: pack_forks([one]) + b"\0\0",
+        CONTEXT | FAST: struct.pack("<QQII", 1 << 48, (1 << 48) + 5, 1, 0),
+        REFS: pack_forks([]),
+        REMOTE: pack_fork(one) + b"\0\0",
+        REFS | REMOTE: pack_forks([]) + pack_fork(one) + b"\0\0",
     }
     said = []
     for flags, head in heads.items():
@@ -131,9 +131,18 @@ def _send_names(path: str) -> list[tuple[int, str]]:
         *("importlib:import_module", "torch:load", "pickle:loads", "cloudpickle:loads", "torch.jit:load", "this:s"),
         *("farprop.rpc.internal:run_pickled", "farprop.rpc.internal:run_pickled_async", "farprop.wire.codec:decode"),
         *("farprop.rpc.rref_proxy:_local_invoke", "farprop.rpc.rref_proxy:_local_invoke_async_execution"),
-        *("farprop.runtime.owner_calls:invoke_on", "farprop.runtime.owner_calls:_agent", "farprop.rpc.api:shutdown"),
-        *("farprop.runtime.owner_calls:_rref_typeof_on_owner", "farprop.wire.exposed:add", "farprop.rpc:rpc_sync"),
+        *(
+            "farprop.runtime.references.rpc_handlers:backward_from_value",
+            "farprop.runtime.agent_registry:current_agent",
+            "farprop.rpc.api:shutdown",
+        ),
+        *(
+            "farprop.rpc.rref_proxy:_rref_typeof_on_owner",
+            "farprop.wire.exposed:add",
+            "farprop.rpc:rpc_sync",
+        ),
         *("farprop.nn.remote_module:_recursive_script_module_receiver", "farprop.wire.codec:_load_script_module"),
+        *("\x00", "\x0f", "\x1f", "\x02x"),
         *("farprop.nn.remote_module:_create_compiled_module", "farprop.jit.calls:call", "farprop.compat:install"),
         *(
             "tests.security.functions:hidden",
@@ -148,10 +157,15 @@ def _send_names(path: str) -> list[tuple[int, str]]:
             "echo",
             "a" * 9000,
         ),
-        *("tests.security.functions", "tests.security.functions:", "../../etc/passwd", "farprop.runtime.owner_calls:"),
+        *(
+            "tests.security.functions",
+            "tests.security.functions:",
+            "../../etc/passwd",
+            "farprop.runtime.references.rpc_handlers:",
+        ),
     ):
-        said += [_send(name.encode(), meta, PLAIN) for meta in (paths, command, b"\x90")]
-    said += [_send(name, paths, PLAIN) for name in (b"\xff\xfe", b"\0", b"x:\xff")]
+        said += [_send(name.encode(), meta, FAST) for meta in (paths, command, b"\x90")]
+    said += [_send(name, paths, FAST) for name in (b"\xff\xfe", b"\0", b"x:\xff")]
     return said
 
 
@@ -180,11 +194,11 @@ def _reach_into_values() -> list[tuple[int, str]]:
     said = []
     for method in ("reset", "__init__", "__class__", "__dict__", "__reduce_ex__", "__getattribute__", "__setattr__",
                    "add.__globals__", "value", "", "\0", "add\0", "__farprop_exposed", "_farprop_exposed"):  # fmt: skip
-        for function in (b"farprop.runtime.owner_calls:invoke", b"farprop.rpc.rref_proxy:invoke_here"):
+        for function in (b"farprop.runtime.references.rpc_handlers:invoke", b"farprop.rpc.rref_proxy:invoke_here"):
             args: list[Any] = [rref.created_on, rref.local_id, True, method, [1], [2]]
             if b"here" in function:
                 args = [[16, 0], method, [1], [2]]
-            said.append(_send(function, pack(args), PLAIN))
+            said.append(_send(function, pack(args), FAST))
     return said
 
 
@@ -227,9 +241,7 @@ def test_helpers_call_nothing_that_is_not_exposed(job: Cluster) -> None:
 def _speak_for_others() -> list[tuple[int, str]]:
     agent = current_agent()
     names = ("worker0", "worker1", "worker2")
-    head = pack_head(PassHead(1 << 48, 1, PassId(2, 1), 0, False, False, False, ALL))
     calls: list[tuple[str, tuple[Any, ...]]] = [
-        ("farprop.runtime.owner_calls:operate", (2, "0" * 16, 1, b"")),
         ("farprop.rpc.api:_gather_to_leader", ((names, 0), "worker2", None)),
         ("farprop.rpc.api:_gather_to_leader", ((names, 0), "worker0", None)),
         ("farprop.rpc.api:_broadcast_to_followers", ((names, 0), {})),
@@ -239,22 +251,21 @@ def _speak_for_others() -> list[tuple[int, str]]:
         ("farprop.rpc.api:_release_follower", ((5, 0), None)),
         ("farprop.rpc.api:_gather_to_leader", (("worker1", 0), "worker1", None)),
         ("farprop.rpc.api:_gather_to_leader", (((1, 2), 0), "worker1", None)),
-        ("farprop.runtime.gradients.calls:propagate", (2, head, torch.ones(1))),
-        ("farprop.runtime.gradients.calls:abort", (1 << 48, 2, 1)),
-        ("farprop.runtime.gradients.calls:exists", (1, 2)),
+        (Method.ABORT.value.decode(), (1 << 48, 2, 1)),
     ]
     said = []
     for name, args in calls:
         encoded = agent.dialect.encode_call(None, args, {})
-        said.append(_send(name.encode(), bytes(encoded.meta), encoded.flags))
+        said.append(_send(name.encode(), bytes(encoded.payload), encoded.flags))
     return said
 
 
 def _call_as_system() -> Any:
     agent = current_agent()
-    encoded = agent.dialect.encode_call(None, (), {})
-    frame = agent.link("worker0").call_sync(SYSTEM, b"tests.security.functions:waiting_requests", encoded, 10.0)
-    return agent.dialect.decode_value(frame.meta, frame.buffers, frame.flags)
+    message = agent.dialect.encode_call(None, (), {})
+    message.name, message.flags = b"tests.security.functions:waiting_requests", message.flags | SYSTEM
+    answer = agent.peers.connect("worker0").call_sync(message, 10.0)
+    return agent.dialect.decode_value(answer.payload, answer.buffers, answer.flags)
 
 
 def test_a_call_is_not_past_the_limits_because_its_sender_says_so(job: Cluster) -> None:
@@ -268,7 +279,7 @@ def test_workers_speak_for_themselves_alone(job: Cluster) -> None:
 
 
 def _ids() -> list[int]:
-    references = [rpc.RRef(1)._own, rpc.RRef(1)._own]
+    references = [rpc.RRef(1)._owned, rpc.RRef(1)._owned]
     contexts = []
     for _ in range(2):
         with dist_autograd.context() as context:
@@ -307,7 +318,12 @@ def _bad_data() -> list[bytes]:
 
 
 def _send_bad_data() -> list[tuple[int, str]]:
-    return [_send(name, meta, flags) for meta in _bad_data() for name in (ECHO, PROPAGATE) for flags in (PLAIN, 0)]
+    return [
+        _send(name, meta, flags)
+        for meta in _bad_data()
+        for name in (ECHO, Method.GRADIENTS.value)
+        for flags in (FAST, 0)
+    ]
 
 
 def test_data_that_makes_no_sense(job: Cluster) -> None:
@@ -331,11 +347,11 @@ def _send_at_random(seed: int) -> set[str]:
     for _ in range(400):
         # Those that may wait for something that never comes are not asked to, and shutdown is not either.
         name = chance.choice(names)
-        if b"owner_calls:fetch" in name or b"owner_calls:backward" in name or b"_gather" in name:
+        if name in (Method.FETCH.value, Method.REF_BACKWARD.value) or b"_gather" in name:
             continue
-        flags = chance.choice((0, PLAIN, PLAIN, SYSTEM, CONTEXT, FORKS, FORKS | REMOTE, CONTEXT | PLAIN))
-        head = b"" if not flags & (FORKS | CONTEXT) else chance.randbytes(chance.randrange(60))
-        if flags & FORKS and chance.random() < 0.7:
+        flags = chance.choice((0, FAST, FAST, SYSTEM, CONTEXT, REFS, REFS | REMOTE, CONTEXT | FAST))
+        head = b"" if not flags & (REFS | CONTEXT) else chance.randbytes(chance.randrange(60))
+        if flags & REFS and chance.random() < 0.7:
             head = pack_forks([]) + head
         kind, text = _send(name, head + pack([some() for _ in range(chance.randrange(7))]), flags)
         said.add(text.partition("(")[0] if kind == FAILURE else text)
@@ -373,12 +389,12 @@ def _send_gradients() -> list[tuple[int, str]]:
         with dist_autograd.context() as context_id:
             rpc.rpc_sync("worker0", f.weigh, (torch.ones(3, requires_grad=True),))
             (pair,) = dist_autograd._retrieve_context(context_id)._recv_functions()
-            head = pack_head(PassHead(context_id, pair, PassId(1, number + 1), 0, False, False, False, ALL))
-            encoded = agent.dialect.encode_call(None, (1, head, *gradients), {})
-            said.append(_send(PROPAGATE, bytes(encoded.meta), encoded.flags))
+            head = PassHead(context_id, pair, PassId(1, number + 1), 0, False, False, False, ALL).pack()
+            encoded = agent.dialect.encode_call(None, (head, *gradients), {})
+            said.append(_send(Method.GRADIENTS.value, bytes(encoded.payload), encoded.flags))
             for broken in (head[:-1], head + b"x", b"", b"\xff" * len(head)):
-                encoded = agent.dialect.encode_call(None, (1, broken, torch.ones(3)), {})
-                said.append(_send(PROPAGATE, bytes(encoded.meta), encoded.flags))
+                encoded = agent.dialect.encode_call(None, (broken, torch.ones(3)), {})
+                said.append(_send(Method.GRADIENTS.value, bytes(encoded.payload), encoded.flags))
     return said
 
 
@@ -400,11 +416,11 @@ def _gradient_of_weigh() -> list[float]:
 
 def _answer_with_garbage(seed: int, heads: bool) -> None:
     chance = random.Random(seed)
-    flags = (0, PLAIN, FORKS, CONTEXT, FORKS | CONTEXT) if heads else (0, PLAIN)
+    flags = (0, FAST, REFS, CONTEXT, REFS | CONTEXT) if heads else (0, FAST)
 
-    def garbage(*_: Any) -> Encoded:
+    def garbage(*_: Any) -> Message:
         whole = chance.choice((chance.randbytes(40), pickle.dumps(Bomb("/nonexistent/x"), 5), *_bad_data()))
-        return Encoded(whole, [], None, chance.choice(flags))
+        return RawMessage(whole, [], None, chance.choice(flags))
 
     server = current_agent()._server
     server._encode_value = garbage  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""What is announced costs nothing: memory grows as bytes come."""
+"""Announced lengths cost no memory: memory grows as bytes arrive."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import threading
 
 import pytest
 
-from farprop.distributed.native import frames as group_frames
-from farprop.distributed.native.frames import Kind
+from farprop.distributed.native import framing as group_frames
+from farprop.distributed.native.framing import FrameKind
 from farprop.distributed.native.mesh import Mesh
 from farprop.errors import ProtocolError, RankLostError
-from farprop.wire.frames import REQUEST, FrameReader, pack
-from farprop.wire.room import room_for
+from farprop.wire.frames import FrameReader, room_for
+from farprop.wire.message import REQUEST
 from tests.security.raw import memory, proven, serves
+from tests.support.raw_messages import pack
 from tests.support.workers import cluster
 
 pytestmark = pytest.mark.one_transport
@@ -43,8 +44,8 @@ def test_a_header_alone_takes_no_memory(bomb: str) -> None:
 
 
 def _bytes_expected() -> int:
-    """How much room readers of this worker have for what is to come."""
-    from farprop.runtime.current import current_agent
+    """The memory that this worker's frame readers have allocated for incomplete messages."""
+    from farprop.runtime.agent_registry import current_agent
 
     connections = list(current_agent()._server._connections.values())
     pieces = [connection._reader._piece for connection in connections]
@@ -54,7 +55,7 @@ def _bytes_expected() -> int:
 def test_what_there_is_no_memory_for_is_an_error_of_its_connection() -> None:
     data = HEADER.pack(REQUEST, 0, 0, 0, 0, 1, 0.0, 1 << 60)
     reader = FrameReader(1 << 62)
-    reader.target()[: len(data)] = data
+    reader.target[: len(data)] = data
     with pytest.raises(ProtocolError, match="no memory"):
         reader.received(len(data))
     with pytest.raises(ProtocolError, match="no memory"):
@@ -67,8 +68,8 @@ def test_a_message_that_a_rank_announces_takes_no_memory() -> None:
         mesh = Mesh(0, {1: ours}, 2 * GIB, lambda: None)
         try:
             before = memory()
-            theirs.sendall(group_frames.pack(Kind.MESSAGE, 7, "int8", GIB) + bytes(1000))
-            while mesh._readers[1]._letter is None:
+            theirs.sendall(group_frames.pack(FrameKind.MESSAGE, 7, "int8", GIB) + bytes(1000))
+            while mesh._readers[1]._message is None:
                 pass
             assert memory() - before < 50 << 20
         finally:
@@ -82,12 +83,12 @@ def test_a_message_that_there_is_no_memory_for_loses_its_rank_and_no_thread() ->
         mesh = Mesh(0, {1: ours}, 1 << 62, news.set)
         try:
             theirs.settimeout(60)
-            theirs.sendall(group_frames.pack(Kind.MESSAGE, 7, "int8", 1 << 60))
+            theirs.sendall(group_frames.pack(FrameKind.MESSAGE, 7, "int8", 1 << 60))
             while theirs.recv(4096):
                 pass
             assert news.wait(60)
-            assert isinstance(mesh.standing.failure, RankLostError)
-            assert "no memory" in str(mesh.standing.failure)
+            assert isinstance(mesh.state.failure, RankLostError)
+            assert "no memory" in str(mesh.state.failure)
             assert mesh._thread.is_alive()
         finally:
             mesh.close()

@@ -1,4 +1,4 @@
-"""Callers that send more than a worker can run, or don't read what it answers."""
+"""Callers that send more requests than a worker can run, or don't read their answers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 
 import farprop.rpc as rpc
 from farprop.errors import OverloadedError, UsageError
-from farprop.runtime import waiting
-from farprop.runtime.current import current_agent
+from farprop.runtime import admission as waiting
+from farprop.runtime.agent_registry import current_agent
 from farprop.transport.tls import Stream
-from farprop.wire.codec import encode_call
-from farprop.wire.frames import ANSWER, REQUEST, SYSTEM, pack
+from farprop.wire.fast_codec import encode_call
+from farprop.wire.message import ANSWER, REQUEST, SYSTEM
 from tests.calls import functions as f
 from tests.security.raw import memory, proven, serves
+from tests.support.raw_messages import pack
 from tests.support.workers import cluster
 
 pytestmark = pytest.mark.one_transport
@@ -25,11 +26,11 @@ pytestmark = pytest.mark.one_transport
 
 def _set_limits(requests: int, size: int) -> None:
     waiting.MOST_REQUESTS = requests
-    current_agent()._server._waiting._most_bytes = size
+    current_agent()._server._admission._most_bytes = size
 
 
 def _nothing_waits() -> bool:
-    state = current_agent()._server._waiting
+    state = current_agent()._server._admission
     return not state._bytes and not any(state._counts.values()) and not state._held
 
 
@@ -50,7 +51,9 @@ def _are_refused(argument: Any) -> None:
     with pytest.raises(OverloadedError):
         rpc.rpc_sync("worker0", f.identity, ((own, argument),))
     # Farprop's own business goes on.
-    answer = current_agent().link(0, 10).call_sync(SYSTEM, b"_operator:neg", encode_call(None, (5,), {}), 10)
+    message = encode_call(None, (5,), {})
+    message.name, message.flags = b"_operator:neg", message.flags | SYSTEM
+    answer = current_agent().peers.connect(0, 10).call_sync(message, 10)
     assert answer.kind == ANSWER
 
 
@@ -60,7 +63,7 @@ def _was_not_made() -> None:
 
 
 def _outcomes() -> tuple[int, list[str]]:
-    """How many came through, and what the others say."""
+    """The number of calls that succeeded, and the texts of the errors of the others."""
     done, refused = 0, []
     _futures.reverse()
     while _futures:
@@ -92,7 +95,7 @@ def test_requests_over_the_limit_are_refused_at_once_and_the_others_run(limit: s
             assert "100 requests of worker1 wait there" in refused[0]
         else:
             assert 49 <= done <= 52
-            assert "is the most" in refused[0]
+            assert "and the limit is" in refused[0]
         assert "worker0 did not run tests.calls.functions:identity" in refused[0]
         assert done + len(refused) == 201
         assert c.run(0, _nothing_waits)

@@ -1,4 +1,4 @@
-"""An attacker between two hosts: he can cut connections, and neither read nor change nor relay what goes over them."""
+"""An attacker between two hosts can cut connections, but can neither read, change nor relay their content."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 import farprop.distributed  # noqa: F401 - it has the backend
 import farprop.rpc as rpc
-from farprop.distributed.native import joining
 from farprop.protocol.roster import Identity
-from farprop.runtime.dialling import Dialling
-from farprop.wire.frames import REQUEST, pack
+from farprop.runtime import endpoint
+from farprop.runtime.dialer import Dialer
+from farprop.wire.message import REQUEST
 from tests.calls import functions as f
 from tests.security.attackers import (
     Proxy,
@@ -29,11 +29,13 @@ from tests.security.attackers import (
     TlsRelay,
     call_or_say,
     closing_all,
+    join_group_or_say,
     redirect,
     start_or_say,
 )
-from tests.support.authority import Authority
+from tests.support.certificate_authority import CertificateAuthority
 from tests.support.peers import own_entry
+from tests.support.raw_messages import pack
 from tests.support.workers import Cluster, cluster, processes
 
 MARKER = "a text that nobody else should read"
@@ -41,7 +43,7 @@ _count = itertools.count(1)
 
 
 def count() -> int:
-    """How often it ran on this worker."""
+    """The number of times that the function ran on this worker."""
     return next(_count)
 
 
@@ -56,7 +58,7 @@ def tcp(request: pytest.FixtureRequest) -> dict[str, str]:
 
 
 def test_who_listens_reads_nothing(tcp: dict[str, str]) -> None:
-    """Without TLS he reads all of it, which shows that he listens at the right place."""
+    """Without TLS the attacker reads everything, which shows that the test listens at the right place."""
     with cluster(2, tcp) as job:
         proxy = Proxy(job.run(1, own_entry).tcp)
         with closing_all(proxy):
@@ -80,14 +82,20 @@ def test_who_changes_a_bit_loses_the_connection(direction: str) -> None:
 
         proxy = Proxy(job.run(1, own_entry).tcp, flip)
         with closing_all(proxy):
-            _lead_through(job, proxy)
-            assert job.run(0, call_or_say, "worker1") == 2
-            is_on[0] = True
-            said = job.run(0, call_or_say, "worker1")
+            said = _call_while_attacked(job, proxy, is_on)
             assert re.search("ConnectionLostError: Lost the connection to worker1", said), said
-            is_on[0] = False
-            assert job.run(0, call_or_say, "worker1") == 2
             job.shutdown()
+
+
+def _call_while_attacked(job: Cluster, proxy: Proxy, is_on: list[bool]) -> Any:
+    """The outcome of a call while the proxy interferes. Calls before and after it succeed."""
+    _lead_through(job, proxy)
+    assert job.run(0, call_or_say, "worker1") == 2
+    is_on[0] = True
+    said = job.run(0, call_or_say, "worker1")
+    is_on[0] = False
+    assert job.run(0, call_or_say, "worker1") == 2
+    return said
 
 
 def test_who_injects_a_request_has_it_run_only_without_tls(tcp: dict[str, str], tmp_path: Path) -> None:
@@ -102,14 +110,9 @@ def test_who_injects_a_request_has_it_run_only_without_tls(tcp: dict[str, str], 
 
         proxy = Proxy(job.run(1, own_entry).tcp, inject)
         with closing_all(proxy):
-            _lead_through(job, proxy)
-            assert job.run(0, call_or_say, "worker1") == 2
-            is_on[0] = True
-            said = job.run(0, call_or_say, "worker1")
-            is_on[0] = False
+            said = _call_while_attacked(job, proxy, is_on)
             if tcp["FARPROP_TLS"] == "1":
                 assert "ConnectionLostError: Lost the connection to worker1" in said
-            assert job.run(0, call_or_say, "worker1") == 2
             job.shutdown()
     assert path.exists() == (tcp["FARPROP_TLS"] == "0")
 
@@ -160,16 +163,16 @@ def test_a_dial_that_is_led_to_another_worker_is_refused(tcp: dict[str, str]) ->
         for rank in (0, 2):
             job.run(0, redirect, {addresses[1]: addresses[rank]})
             said = job.run(0, call_or_say, "worker1")
-            assert re.match(rf'SomebodyElse: .*its address belongs to \["worker{rank}"', said), said
+            assert re.match(rf'WrongPeerError: .*its address belongs to \["worker{rank}"', said), said
         job.run(0, redirect, {})
         assert job.run(0, call_or_say, "worker1") == 2
 
 
 def _answer_plainly(where: str, _: int, data: bytes) -> bytes:
-    return b"FARPROP\n\2\0" + os.urandom(32) if where == "back" else data
+    return b"FARPROP\n\3\0" + os.urandom(32) if where == "back" else data
 
 
-def test_somebody_who_speaks_without_tls_to_a_dialler_that_has_it_is_refused() -> None:
+def test_somebody_who_speaks_without_tls_to_a_dialer_that_has_it_is_refused() -> None:
     with cluster(2, {"FARPROP_TRANSPORT": "tcp"}) as job:
         proxy = Proxy(job.run(1, own_entry).tcp, _answer_plainly)
         with closing_all(proxy):
@@ -196,14 +199,14 @@ def test_less_security_on_one_side_alone_is_refused_by_both(one: dict[str, str |
             assert re.search(f"RendezvousError.*({says})", said), said
 
 
-def _with_certificates(authority: Authority, name: str) -> dict[str, str]:
+def _with_certificates(authority: CertificateAuthority, name: str) -> dict[str, str]:
     certificate, key, ca = authority.issue(name)
     files = {"FARPROP_TLS_CERT": certificate, "FARPROP_TLS_KEY": key, "FARPROP_TLS_CA": ca}
     return {"FARPROP_TRANSPORT": "tcp", **files}
 
 
 def test_certificates_of_ones_own_are_asked_for_beside_the_secret(tmp_path: Path) -> None:
-    ours, other = Authority(tmp_path, "ours"), Authority(tmp_path, "other")
+    ours, other = CertificateAuthority(tmp_path, "ours"), CertificateAuthority(tmp_path, "other")
     with cluster(2, [_with_certificates(ours, f"worker{rank}") for rank in range(2)]) as job:
         assert job.run(0, call_or_say, "worker1") == job.run(1, call_or_say, "worker0") == 2
     environments = [_with_certificates(ours, "worker0"), _with_certificates(other, "worker1")]
@@ -224,14 +227,6 @@ def _shut_down() -> None:
 # Process groups
 
 
-def _join(rank: int) -> str:
-    try:
-        dist.init_process_group("farprop", rank=rank, world_size=2)
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def _reduce_or_say(rank: int) -> Any:
     given: list[Any] = [MARKER if rank == 0 else None]
     try:
@@ -248,8 +243,8 @@ def _destroy() -> None:
 
 
 def _lead_group_through(job: Cluster, store: Store, proxy_type: type[Proxy], change: Any = None) -> Proxy:
-    """Start rank 0, find where it listens, and have rank 1 dial it through a proxy."""
-    first = job.start(0, _join, 0)
+    """Start rank 0, find its address, and have rank 1 dial it through a proxy."""
+    first = job.start(0, join_group_or_say, 0)
     value = store.get("worker/0").decode()
     address = re.search(r'"tcp":\s*\["([^"]+)",\s*(\d+)\]', value)
     assert address is not None
@@ -265,7 +260,7 @@ def test_who_listens_to_a_group_reads_nothing(tcp: dict[str, str]) -> None:
     with processes(2, {**store.environment, **tcp}) as job:
         proxy = _lead_group_through(job, store, Proxy)
         with closing_all(proxy):
-            assert (job.run(1, _join, 1), job.first.result()) == ("", "")  # type: ignore[attr-defined]
+            assert (job.run(1, join_group_or_say, 1), job.first.result()) == ("", "")  # type: ignore[attr-defined]
             other = job.start(0, _reduce_or_say, 0)
             assert job.run(1, _reduce_or_say, 1) == (MARKER, [2.0] * 3)
             assert other.result() == (MARKER, [2.0] * 3)
@@ -276,12 +271,12 @@ def test_who_listens_to_a_group_reads_nothing(tcp: dict[str, str]) -> None:
 
 
 class Slicer(Proxy):
-    """Lets everything through, in small pieces and slowly."""
+    """Passes everything on, slowly and in small pieces."""
 
-    def carry(self, dialler: Any, listener: Any) -> None:
-        for sock in (dialler, listener):
+    def carry(self, dialer: Any, listener: Any) -> None:
+        for sock in (dialer, listener):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        super().carry(_Sliced(dialler), _Sliced(listener))
+        super().carry(_Sliced(dialer), _Sliced(listener))
 
 
 class _Sliced:
@@ -299,14 +294,14 @@ def test_a_group_is_made_over_a_slow_path() -> None:
     with processes(2, {**store.environment, "FARPROP_TRANSPORT": "tcp"}) as job:
         proxy = _lead_group_through(job, store, Slicer)
         with closing_all(proxy):
-            assert (job.run(1, _join, 1), job.first.result()) == ("", "")  # type: ignore[attr-defined]
+            assert (job.run(1, join_group_or_say, 1), job.first.result()) == ("", "")  # type: ignore[attr-defined]
             ends = [job.start(rank, _destroy) for rank in range(2)]
             for end in ends:
                 end.result()
 
 
 def test_who_swaps_what_a_group_sends_breaks_it() -> None:
-    """Once, the pickle of ``broadcast_object_list`` could be swapped on its way."""
+    """In an earlier version, the pickle of ``broadcast_object_list`` could be replaced in transit."""
     store = Store()
     is_on = [False]
 
@@ -316,7 +311,7 @@ def test_who_swaps_what_a_group_sends_breaks_it() -> None:
     with processes(2, {**store.environment, "FARPROP_TRANSPORT": "tcp"}, check=False) as job:
         proxy = _lead_group_through(job, store, Proxy, swap)
         with closing_all(proxy):
-            assert (job.run(1, _join, 1), job.first.result()) == ("", "")  # type: ignore[attr-defined]
+            assert (job.run(1, join_group_or_say, 1), job.first.result()) == ("", "")  # type: ignore[attr-defined]
             is_on[0] = True
             other = job.start(0, _reduce_or_say, 0)
             said = [job.run(1, _reduce_or_say, 1), other.result()]
@@ -325,19 +320,19 @@ def test_who_swaps_what_a_group_sends_breaks_it() -> None:
 
 
 def _join_with_another_rank(rank: int) -> str:
-    """Its entry in the store is right; what it says when it dials is not."""
+    """Its entry in the store is valid, but the identity that it sends when it dials is not."""
 
-    def dialling(identity: Identity, *args: Any) -> Dialling:
-        return Dialling(identity._replace(rank=5), *args)
+    def dialling(identity: Identity, *args: Any) -> Dialer:
+        return Dialer(identity._replace(rank=5), *args)
 
-    joining.Dialling = dialling  # type: ignore[misc, assignment]
-    return _join(rank)
+    endpoint.Dialer = dialling  # type: ignore[misc, assignment]
+    return join_group_or_say(rank)
 
 
 def test_a_wrong_rank_with_the_right_key_is_refused_by_a_group(tcp: dict[str, str]) -> None:
     store = Store()
     with processes(2, {**store.environment, **tcp}, check=False) as job:
-        first = job.start(0, _join, 0)
+        first = job.start(0, join_group_or_say, 0)
         said = job.run(1, _join_with_another_rank, 1)
         assert "AuthenticationError: The worker we dialled refuses us: rank1 is not one that dials rank 0" in said
         job.signal(0, 9)
@@ -350,7 +345,7 @@ def test_a_relay_in_the_path_of_a_group_is_found_out() -> None:
     with processes(2, {**store.environment, "FARPROP_TRANSPORT": "tcp"}, check=False) as job:
         relay = _lead_group_through(job, store, TlsRelay)
         with closing_all(relay):
-            said = job.run(1, _join, 1)
+            said = job.run(1, join_group_or_say, 1)
             assert re.search("AuthenticationError: rank0 closed the connection.*changed or relayed", said), said
         job.signal(0, 9)
         with pytest.raises(Exception, match="SIGKILL"):

@@ -1,4 +1,4 @@
-"""An attacker who reaches the workers' ports: he gets no time, no memory and no place of theirs."""
+"""An attacker who reaches the workers' ports can use up neither their time nor their memory nor their connections."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import farprop.rpc as rpc
 from farprop.config import Settings
 from farprop.protocol.roster import Entry, Identity
 from farprop.protocol.signing import CALLS, Keys
-from farprop.runtime.current import current_agent
-from farprop.runtime.dialling import Dialling, Unresponsive
+from farprop.runtime.agent_registry import current_agent
+from farprop.runtime.dialer import Dialer, UnresponsiveError
 from farprop.transport.tls import Certificates, TlsSocket
 from tests.calls import functions as f
 from tests.support.peers import dial_as, hangs_up, own_entry, own_keys
@@ -39,7 +39,7 @@ def many_files() -> Iterator[None]:
 
 
 def _unproven() -> int:
-    return len(current_agent()._server._door._unproven)
+    return len(current_agent()._server._acceptor._pending)
 
 
 def _rss() -> int:
@@ -71,7 +71,7 @@ def test_slow_peers_keep_nobody_out(many_files: None, kind: str) -> None:
 
 
 class Trickle:
-    """Listens, and answers whoever dials with a byte now and then, for ever."""
+    """Listens, and sends a byte now and then to each peer that dials, forever."""
 
     def __init__(self, kind: str) -> None:
         self.name = f"farprop-test-{time.monotonic_ns()}"
@@ -82,7 +82,7 @@ class Trickle:
         self._ended = threading.Event()
         self.entry = Entry(
             "worker1", 1, 2, "x", self._tcp.getsockname(), self.name if kind == "unix" else "",
-            Dialling(ME, KEYS, True, Settings()).net, "here", 1, False,
+            Dialer(ME, KEYS, True, Settings()).net, "here", 1, False,
         )  # fmt: skip
         self.was_cut = False
         self._thread = threading.Thread(target=self._run, args=(self._unix if kind == "unix" else self._tcp, kind))
@@ -90,7 +90,7 @@ class Trickle:
 
     def _run(self, listener: socket.socket, kind: str) -> None:
         sock, _ = listener.accept()
-        beginning = b"\x16\x03\x03\x40\x00" if kind == "tls" else b"FARPROP\n\2\0"
+        beginning = b"\x16\x03\x03\x40\x00" if kind == "tls" else b"FARPROP\n\3\0"
         with sock:
             for byte in [*beginning, *bytes(10_000)]:
                 try:
@@ -122,14 +122,14 @@ def _trickling(kind: str) -> Iterator[Trickle]:
 @pytest.mark.parametrize("kind", ["unix", "tcp", "tls"])
 def test_a_listener_that_trickles_holds_a_dial_no_longer_than_its_deadline(kind: str) -> None:
     with _trickling(kind) as listener:
-        dialling = Dialling(ME, KEYS, kind == "unix", Settings(tls=kind == "tls"))
-        with pytest.raises(Unresponsive, match="does not answer"):
+        dialling = Dialer(ME, KEYS, kind == "unix", Settings(tls=kind == "tls"))
+        with pytest.raises(UnresponsiveError, match="does not answer"):
             dialling.dial(listener.entry, time.monotonic() + 1.0)
     assert listener.was_cut  # while it had thousands of bytes left
 
 
 def _key_updates(tls: TlsSocket, count: int) -> bytes:
-    """What a peer sends that asks for new keys so often. Python can't; OpenSSL can."""
+    """The bytes of a peer that asks for new keys this often. Python's ``ssl`` can't make them; OpenSSL's C API can."""
     with open("/proc/self/maps") as maps:
         paths = [line.split()[-1] for line in maps if "libssl" in line]
     if not paths:
@@ -145,7 +145,7 @@ def _key_updates(tls: TlsSocket, count: int) -> bytes:
 
 
 def test_a_stranger_that_asks_for_new_keys_for_ever_is_dropped() -> None:
-    """TLS asks for no secret, and each time costs the worker time and memory."""
+    """A TLS handshake needs no secret, and each one costs the worker time and memory."""
     with cluster(2, {"FARPROP_TRANSPORT": "tcp"}) as job:
         with socket.create_connection(job.run(0, own_entry).tcp) as sock:
             sock.settimeout(20)

@@ -1,4 +1,4 @@
-"""Strangers can't fill the disk with what is logged about them."""
+"""Log lines about refused connections are rate-limited: an attacker can't fill the disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Count(logging.Handler):
 
 
 def _start_counting() -> None:
-    logging.getLogger("farprop.serving").addHandler(_Count())
+    logging.getLogger("farprop.runtime.acceptor").addHandler(_Count())
 
 
 def _lines() -> int:

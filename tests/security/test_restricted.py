@@ -1,4 +1,4 @@
-"""Restricted mode: what works in it, and that nothing is unpickled."""
+"""Restricted mode: the features that work in it, and that nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from farprop.errors import NotDataError, NotExposedError, RemoteError, Rendezvou
 from farprop.nn import RemoteModule
 from farprop.optim import DistributedOptimizer
 from farprop.rpc import rref_proxy
-from farprop.wire import codec, plain
+from farprop.wire import codec
+from farprop.wire import fast_codec as plain
 from tests.security import functions as f
 from tests.support.workers import run_workers
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.one_transport
 
 
 class _Forbidden:
-    """In the place of what unpickles. A class, because torch derives one from pickle's when it is first needed."""
+    """Replaces the unpickler. It is a class, because torch derives one from pickle's on first use."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise AssertionError("something was unpickled")
@@ -194,7 +195,7 @@ def test_references() -> None:
 
 
 def _split_learning() -> list[float]:
-    """The optimisers run where the parameters are."""
+    """The optimizers run where the parameters are."""
     halves = [rpc.remote("worker1", f.Half, (4, 8)), rpc.remote("worker2", f.Half, (8, 1))]
     parameters = [rref for half in halves for rref in half.rpc_sync().parameter_rrefs()]
     optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.5)
@@ -264,7 +265,7 @@ def _remote_module() -> None:
         total.backward(context)
 
 
-def test_remote_modules_and_optimisers_of_exposed_classes() -> None:
+def test_remote_modules_and_optimizers_of_exposed_classes() -> None:
     _in_job(_remote_module)
 
 

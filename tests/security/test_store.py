@@ -1,4 +1,4 @@
-"""An attacker who can read and write the store gets no further than keeping a job from starting."""
+"""An attacker who can read and write the store can keep a job from starting, and nothing more."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ import pickle
 import re
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 import farprop.distributed  # noqa: F401 - it has the backend
 import farprop.rpc as rpc
 from farprop.errors import RendezvousError
-from farprop.wire.frames import REQUEST, pack
+from farprop.wire.message import REQUEST
 from tests.calls import functions as f
-from tests.security.attackers import Proxy, Store, closing_all, start_or_say
+from tests.security.attackers import Proxy, Store, closing_all, join_group_or_say, start_or_say
+from tests.support.raw_messages import pack
 from tests.support.workers import Cluster, processes
 
 
 def _led_to(value: bytes, address: Any) -> bytes:
-    """An entry with another address in it, and its old signature, if it has one."""
+    """An entry with another address and the old signature, if it has one."""
     signature, brace, text = value.partition(b"{")
     fields = json.loads(brace + text)
     fields.update(tcp=list(address), unix="")
@@ -42,7 +43,7 @@ def _say_own_name(rank: int) -> Any:
 
 
 class Injector(Proxy):
-    """Relays a handshake, and then sends a request of its own to the worker that was dialled."""
+    """Relays a handshake, then sends its own request to the dialled worker."""
 
     def __init__(self, target: Any, path: Path) -> None:
         super().__init__(target, self._inject)
@@ -51,12 +52,12 @@ class Injector(Proxy):
         )
 
     def _inject(self, direction: str, before: int, data: bytes) -> bytes:
-        # Its first two messages are the dialler's part of the handshake, and the first one has 42 bytes.
+        # Its first two messages are the dialer's part of the handshake, and the first one has 42 bytes.
         return self._request + data if direction == "there" and before > 42 else data
 
 
 def test_a_relay_through_a_poisoned_store_gets_nothing_to_run(tmp_path: Path) -> None:
-    """The attack that once ran code on both workers: worker 1's entry leads to the attacker, who relays."""
+    """An attack that ran code on both workers in an earlier version: worker 1's entry has the attacker's address."""
     attacked = Store()
     path = tmp_path / "ran"
     with processes(2, attacked.environment, check=False) as job:
@@ -75,43 +76,37 @@ def test_a_relay_through_a_poisoned_store_gets_nothing_to_run(tmp_path: Path) ->
 
 
 def test_a_poisoned_verdict_is_refused(tmp_path: Path) -> None:
-    """Rank 1 waits for the verdict, and gets one of the attacker's, who has read the entries."""
+    """Rank 1 waits for rank 0's decision, and gets a forged one from an attacker who has read the entries."""
     attacked = Store()
-    with processes(2, attacked.environment, check=False) as job, socket.create_server(("127.0.0.1", 0)) as listener:
-        second = job.start(1, start_or_say, 1)
-        value = attacked.get("worker/1")
-        own = json.loads(value[value.index(b"{") :])
-        first = {**own, "name": "worker0", "rank": 0, "instance": "x", "tcp": listener.getsockname(), "unix": ""}
-        verdict = json.dumps({"problem": None, "workers": [first, own]}).encode()
-        attacked.set("verdict", value[: value.index(b"{")] + verdict, beside="worker/1")
-        assert "RendezvousError: 'verdict' in the store is not signed with this job's secret" in second.result()
-        listener.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            listener.accept()
-
-
-def _join_group_or_say(rank: int) -> str:
-    try:
-        dist.init_process_group("farprop", rank=rank, world_size=2)
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    said = _what_rank_1_says_to_a_poisoned_verdict(
+        attacked, attacked.environment, start_or_say, name="worker0", unix=""
+    )
+    assert "RendezvousError: 'verdict' in the store is not signed with this job's secret" in said
 
 
 def test_a_poisoned_verdict_is_refused_by_a_process_group() -> None:
     attacked = Store()
     environment = {**attacked.environment, "FARPROP_TRANSPORT": "tcp"}
+    said = _what_rank_1_says_to_a_poisoned_verdict(attacked, environment, join_group_or_say, name="rank0")
+    assert "'verdict' in the store is not signed with this job's secret" in said
+
+
+def _what_rank_1_says_to_a_poisoned_verdict(
+    attacked: Store, environment: dict[str, str], join: Callable[[int], str], **first: str
+) -> str:
+    """The forged decision has the attacker's address for rank 0. Rank 1 must not dial it."""
     with processes(2, environment, check=False) as job, socket.create_server(("127.0.0.1", 0)) as listener:
-        second = job.start(1, _join_group_or_say, 1)
+        second = job.start(1, join, 1)
         value = attacked.get("worker/1")
         own = json.loads(value[value.index(b"{") :])
-        first = {**own, "name": "rank0", "rank": 0, "instance": "x", "tcp": listener.getsockname()}
-        verdict = json.dumps({"problem": None, "workers": [first, own]}).encode()
+        forged = {**own, "rank": 0, "instance": "x", "tcp": listener.getsockname(), **first}
+        verdict = json.dumps({"problem": None, "workers": [forged, own]}).encode()
         attacked.set("verdict", value[: value.index(b"{")] + verdict, beside="worker/1")
-        assert "'verdict' in the store is not signed with this job's secret" in second.result()
+        said: str = second.result()
         listener.setblocking(False)
         with pytest.raises(BlockingIOError):
             listener.accept()
+    return said
 
 
 def _in_a_dynamic_group(rank: int) -> str:
@@ -127,7 +122,7 @@ def _is_served(job: Cluster, caller: int, callee: int) -> None:
 
 
 def test_a_store_that_turns_bad_harms_no_running_job() -> None:
-    """In a group that comes and goes the store is read again and again."""
+    """Workers of a dynamic group keep reading the store."""
     attacked = Store()
     with processes(3, attacked.environment, check=False) as job:
         assert [job.run(rank, _in_a_dynamic_group, rank) for rank in range(2)] == ["", ""]
@@ -151,7 +146,7 @@ def test_a_store_that_turns_bad_harms_no_running_job() -> None:
 
 
 def test_workers_that_left_before_the_others_came_are_in_nobodys_way() -> None:
-    """The last one to leave takes the found secret along; what it wrote is signed with that one."""
+    """The last worker to leave removes the found secret. Its values in the store stay signed with it."""
     store = Store()
     with processes(2, store.environment, check=False) as job:
         for _ in range(2):
@@ -205,7 +200,7 @@ def test_counters_that_are_no_numbers() -> None:
 
 
 def test_the_store_does_not_say_the_secret() -> None:
-    """Neither itself, nor anything that is the same in two jobs with the same secret."""
+    """Neither the secret, nor any value that is the same in two jobs with the same secret."""
     secret = "8f14e45fceea167a5a36dedd4bea2543"
     seen: list[set[bytes]] = []
     for _ in range(2):

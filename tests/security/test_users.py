@@ -1,4 +1,4 @@
-"""Another user of the same host: he can't connect, read memory, or stop a job by taking its paths."""
+"""Another user of the same host can neither connect, nor read memory, nor stop a job by taking its paths."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import torch
 import farprop.rpc as rpc
 from farprop.config import Settings
 from farprop.errors import AuthenticationError, UsageError
-from farprop.protocol.handshake import Dialler
+from farprop.protocol.handshake import DialerHandshake
 from farprop.protocol.roster import Entry
-from farprop.runtime.current import current_agent
+from farprop.runtime.agent_registry import current_agent
 from farprop.runtime.secret import find_secret
 from tests.calls import functions as f
 from tests.security.attackers import NOBODY
@@ -45,12 +45,12 @@ def attacker() -> Iterator[Cluster]:
 
 
 def _say_hello(unix: str) -> bytes:
-    """What a worker answers to the first word of somebody who dials it."""
+    """A worker's answer to the first bytes of a dialer."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(20)
         sock.connect("\0" + unix)
         try:
-            sock.sendall(Dialler(b"", b"a", b"b", b"unix", os.urandom(32)).start())
+            sock.sendall(DialerHandshake(b"", b"a", b"b", b"unix", os.urandom(32)).start())
             return sock.recv(4096)
         except ConnectionError:
             return b""
@@ -72,7 +72,7 @@ def _listen(name: str) -> None:
 
 
 def _dial(entry: Entry) -> None:
-    current_agent()._dialling.dial(entry, time.monotonic() + 20)
+    current_agent()._dialer.dial(entry, time.monotonic() + 20)
 
 
 def test_nobody_talks_to_a_socket_of_his(attacker: Cluster) -> None:
@@ -85,7 +85,7 @@ def test_nobody_talks_to_a_socket_of_his(attacker: Cluster) -> None:
 
 
 def _look_into(pid: int) -> list[str]:
-    """The ways to another process's memory that are open to this user."""
+    """The ways in which this user can access another process's memory."""
     ways = []
     for path in (f"/proc/{pid}/fd", f"/proc/{pid}/map_files"):
         try:
@@ -111,7 +111,7 @@ def test_he_can_t_read_shared_memory_or_the_secret(attacker: Cluster) -> None:
 
 @pytest.fixture
 def shared_directory() -> Iterator[Path]:
-    """As /tmp: everybody can make files there, and remove only his own."""
+    """A directory like /tmp: every user can make files, and remove only their own."""
     path = Path(tempfile.mkdtemp(dir="/tmp", prefix="farprop-tests-"))
     path.chmod(0o1777)
     yield path

@@ -1,9 +1,10 @@
-"""Workers, a network and programs on one thread with a virtual clock, to prove protocols.
+"""Workers, a network and programs on one thread with a virtual clock, to test protocols under every fault.
 
-Of the kinds of jobs, those in ``passes`` are for backward passes, and those in ``groups`` for process groups; the rest
-of this is about remote references.
+There are three kinds of simulated jobs: remote references (here), backward passes (``passes``) and process groups
+(``groups``). ``harness`` is what they share, ``runner`` runs many and reports.
 
-Everything in a run follows from its seed. ``world`` puts a run together, ``worker`` is a runtime in miniature around
-the machine under test, ``program`` does what programs do, ``weather`` and ``network`` what networks and crashes do.
-``ledger`` knows what really happened, ``checks`` compares, and ``flaws`` breaks the machine to see that they notice.
+Everything in a run follows from its seed. ``world`` sets a run up and draws its faults, ``worker`` is a small runtime
+around the state machine under test, ``program`` does what programs do, ``network`` delivers, delays and loses messages.
+``ledger`` records what really happened, ``checks`` compares it with what the workers believe, and ``mutants`` breaks
+the state machine to see that the checks notice.
 """

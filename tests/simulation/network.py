@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from farprop.protocol.references.messages import Batch, Fork, Reply
-from tests.simulation.names import show
+from farprop.protocol.references.messages import Batch, ControlReply, Fork
+from farprop.protocol.references.records import UserReference
+from tests.simulation.ledger import show
 
 if TYPE_CHECKING:
-    from tests.simulation.calls import Call
     from tests.simulation.world import World
 
 
@@ -30,7 +30,25 @@ class Connection:
         self.heard: set[int] = set()  # the ends that know that it is broken
 
 
-class Letter:
+class Call:
+    """A call. It may make a value, to which the caller has a reference from the start."""
+
+    __slots__ = ("callee", "caller", "certain", "connection", "number", "open", "reference")
+
+    def __init__(self, number: int, caller: int, callee: int, reference: UserReference | None) -> None:
+        self.number = number
+        self.caller = caller
+        self.callee = callee
+        self.reference = reference
+        self.connection: Connection | None = None
+        self.certain = False  # it comes even if the connection breaks
+        self.open = True
+
+    def __str__(self) -> str:
+        return f"#{self.number}"
+
+
+class Message:
     """A call or an answer on its way."""
 
     __slots__ = ("call", "connection", "forks", "kind", "not_before", "number", "source", "target")
@@ -59,12 +77,12 @@ class Letter:
 class Network:
     def __init__(self, world: World) -> None:
         self.world = world
-        self.in_flight: dict[int, Letter] = {}
+        self.in_flight: dict[int, Message] = {}
         self.quiet = False  # no faults any more
         self._numbers = itertools.count(1)
         self._connections: list[Connection] = []
-        self._island: frozenset[int] = frozenset()  # cut off from the others
-        self._island_loses = False
+        self._cut_off: frozenset[int] = frozenset()  # cut off from the others
+        self._cut_off_loses = False
 
     # Calls and answers
 
@@ -73,55 +91,55 @@ class Network:
         self._connections.append(connection)
         return connection
 
-    def send(self, letter: Letter) -> None:
-        self.world.counts[letter.kind] += 1
-        self.world.counts["forks"] += len(letter.forks)
-        self.world.say("%d -> %d: %s", letter.source, letter.target, letter)
-        if letter.connection is not None and letter.connection.broken and not letter.certain:
-            self.world.say("    lost: its connection is broken already")
+    def send(self, message: Message) -> None:
+        self.world.counts[message.kind] += 1
+        self.world.counts["forks"] += len(message.forks)
+        self.world.trace("%d -> %d: %s", message.source, message.target, message)
+        if message.connection is not None and message.connection.broken and not message.certain:
+            self.world.trace("    lost: its connection is broken already")
             return
-        letter.number = next(self._numbers)
-        self.in_flight[letter.number] = letter
-        makes = letter.kind == "calls" and letter.call.reference is not None
-        late = makes and not self.quiet and self.world.chance.random() < self.world.weather.late
-        delay = self._delay() + (self.world.chance.uniform(0.1, 3.0) if late else 0.0)
-        self.world.clock.after(delay, self._deliver_letter, letter)
+        message.number = next(self._numbers)
+        self.in_flight[message.number] = message
+        makes = message.kind == "calls" and message.call.reference is not None
+        late = makes and not self.quiet and self.world.rng.random() < self.world.faults.late
+        delay = self._delay() + (self.world.rng.uniform(0.1, 3.0) if late else 0.0)
+        self.world.clock.after(delay, self._deliver_message, message)
 
-    def _deliver_letter(self, letter: Letter) -> None:
-        if letter.number not in self.in_flight:
+    def _deliver_message(self, message: Message) -> None:
+        if message.number not in self.in_flight:
             return
-        if self.apart(letter.source, letter.target) or letter.not_before > self.world.clock.now:
-            self.world.clock.after(0.05 + self._delay(), self._deliver_letter, letter)
+        if self.partitioned(message.source, message.target) or message.not_before > self.world.clock.now:
+            self.world.clock.after(0.05 + self._delay(), self._deliver_message, message)
             return
-        del self.in_flight[letter.number]
-        if self._received(letter.source, letter.target):
-            self.world.say("%d <- %d: %s", letter.target, letter.source, letter)
-            self.world.workers[letter.target].receive(letter)
+        del self.in_flight[message.number]
+        if self._is_heard(message.source, message.target):
+            self.world.trace("%d <- %d: %s", message.target, message.source, message)
+            self.world.workers[message.target].receive(message)
 
-    def passes_on_early(self, rank: int) -> bool:
+    def sends_early_forks(self, rank: int) -> bool:
         """Whether a worker's message has a reference that came to it, and whose value may not be made yet."""
         return any(
             not fork.exists and fork.rref.created_on != rank
-            for letter in self.in_flight.values()
-            if letter.source == rank
-            for fork in letter.forks
+            for message in self.in_flight.values()
+            if message.source == rank
+            for fork in message.forks
         )
 
     def break_one(self) -> None:
         """A connection breaks. What is on it is lost or comes all the same; both ends hear of it, each in its time."""
         whole = [c for c in self._connections if not c.broken]
         if whole and not self.quiet:
-            self._break(self.world.chance.choice(whole))
+            self._break(self.world.rng.choice(whole))
 
     def _break(self, connection: Connection) -> None:
-        chance = self.world.chance
+        rng = self.world.rng
         connection.broken = True
         self.world.counts["broken connections"] += 1
-        self.world.say("connection %d from %d to %d breaks", connection.number, connection.caller, connection.callee)
-        for letter in list(self.in_flight.values()):
-            if letter.connection is connection and not letter.certain and chance.random() < 0.6:
-                self.world.say("    %s is lost", letter)
-                del self.in_flight[letter.number]
+        self.world.trace("connection %d from %d to %d breaks", connection.number, connection.caller, connection.callee)
+        for message in list(self.in_flight.values()):
+            if message.connection is connection and not message.certain and rng.random() < 0.6:
+                self.world.trace("    %s is lost", message)
+                del self.in_flight[message.number]
         for rank in (connection.caller, connection.callee):
             self.world.clock.after(self._delay(), self.world.workers[rank].connection_lost, connection)
 
@@ -129,46 +147,46 @@ class Network:
         """A worker crashed. Some connections are seen to break before it is known to be dead; some of what it sent
         comes much later. Returns who hears from it until when.
         """
-        chance = self.world.chance
+        rng = self.world.rng
         heard_until: dict[int, float] = {}
-        held = chance.random() < 0.7
-        for letter in self.in_flight.values():
-            if letter.source == crashed and held:
-                letter.not_before = heard_until[letter.target] = self.world.clock.now + chance.uniform(0.5, 2.0)
+        held = rng.random() < 0.7
+        for message in self.in_flight.values():
+            if message.source == crashed and held:
+                message.not_before = heard_until[message.target] = self.world.clock.now + rng.uniform(0.5, 2.0)
         for connection in self._connections:
             if not connection.broken and crashed in (connection.caller, connection.callee):
                 connection.broken = True
                 other = connection.callee if crashed == connection.caller else connection.caller
-                if chance.random() < 0.5:
+                if rng.random() < 0.5:
                     self.world.clock.after(self._delay(), self.world.workers[other].connection_lost, connection)
         return heard_until
 
     # Batches and replies
 
-    def post(self, source: int, target: int, content: Batch | Reply) -> None:
-        chance, weather = self.world.chance, self.world.weather
+    def send_control(self, source: int, target: int, content: Batch | ControlReply) -> None:
+        rng, faults = self.world.rng, self.world.faults
         self.world.counts["batches" if isinstance(content, Batch) else "replies"] += 1
-        if not self.quiet and chance.random() < weather.loss:
+        if not self.quiet and rng.random() < faults.loss:
             self.world.counts["lost messages"] += 1
-            self.world.say("%d -> %d: %s is lost", source, target, content)
+            self.world.trace("%d -> %d: %s is lost", source, target, content)
             return
-        self.world.say("%d -> %d: %s", source, target, content)
-        self.world.clock.after(self._delay(), self._deliver_content, source, target, content)
-        if not self.quiet and chance.random() < weather.duplication:
+        self.world.trace("%d -> %d: %s", source, target, content)
+        self.world.clock.after(self._delay(), self._deliver_control, source, target, content)
+        if not self.quiet and rng.random() < faults.duplication:
             self.world.counts["doubled messages"] += 1
-            self.world.clock.after(self._delay(), self._deliver_content, source, target, content)
+            self.world.clock.after(self._delay(), self._deliver_control, source, target, content)
 
-    def _deliver_content(self, source: int, target: int, content: Batch | Reply) -> None:
-        if self.apart(source, target):
-            if self._island_loses:
+    def _deliver_control(self, source: int, target: int, content: Batch | ControlReply) -> None:
+        if self.partitioned(source, target):
+            if self._cut_off_loses:
                 self.world.counts["lost messages"] += 1
             else:
-                self.world.clock.after(0.1 + self._delay(), self._deliver_content, source, target, content)
-        elif self._received(source, target):
-            self.world.say("%d <- %d: %s", target, source, content)
+                self.world.clock.after(0.1 + self._delay(), self._deliver_control, source, target, content)
+        elif self._is_heard(source, target):
+            self.world.trace("%d <- %d: %s", target, source, content)
             self.world.workers[target].take(source, content)
 
-    def _received(self, source: int, target: int) -> bool:
+    def _is_heard(self, source: int, target: int) -> bool:
         """Whether the receiver hears it. One that takes the sender for dead refuses, and the sender notices."""
         receiver = self.world.workers[target]
         if receiver.crashed:
@@ -180,28 +198,28 @@ class Network:
 
     # Partitions and delays
 
-    def part(self) -> None:
+    def partition(self) -> None:
         """Some workers are cut off from the others for a while. Connections across may break."""
-        chance = self.world.chance
+        rng = self.world.rng
         ranks = list(range(len(self.world.workers)))
-        self._island = frozenset(chance.sample(ranks, chance.randint(1, len(ranks) - 1)))
-        self._island_loses = chance.random() < 0.5
+        self._cut_off = frozenset(rng.sample(ranks, rng.randint(1, len(ranks) - 1)))
+        self._cut_off_loses = rng.random() < 0.5
         self.world.counts["partitions"] += 1
-        self.world.say("workers %s are cut off", sorted(self._island))
+        self.world.trace("workers %s are cut off", sorted(self._cut_off))
         for connection in list(self._connections):
-            if not connection.broken and self.apart(connection.caller, connection.callee) and chance.random() < 0.3:
+            if not connection.broken and self.partitioned(connection.caller, connection.callee) and rng.random() < 0.3:
                 self._break(connection)
 
     def heal(self) -> None:
-        if self._island:
-            self.world.say("workers %s are back", sorted(self._island))
-        self._island = frozenset()
+        if self._cut_off:
+            self.world.trace("workers %s are back", sorted(self._cut_off))
+        self._cut_off = frozenset()
 
-    def apart(self, one: int, other: int) -> bool:
-        return (one in self._island) != (other in self._island)
+    def partitioned(self, one: int, other: int) -> bool:
+        return (one in self._cut_off) != (other in self._cut_off)
 
     def _delay(self) -> float:
-        chance = self.world.chance
-        if not self.quiet and chance.random() < self.world.weather.slow:
-            return chance.uniform(0.05, 1.0)
-        return chance.uniform(0.001, 0.02)
+        rng = self.world.rng
+        if not self.quiet and rng.random() < self.world.faults.slow:
+            return rng.uniform(0.05, 1.0)
+        return rng.uniform(0.001, 0.02)

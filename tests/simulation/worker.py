@@ -1,44 +1,56 @@
-"""A worker: the machine under test, and around it what a runtime does with it."""
+"""A worker: the state machine under test, in a small runtime."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from farprop.protocol.references.machine import References
-from farprop.protocol.references.messages import Batch, Fork, Reply
-from farprop.protocol.references.records import Happening, OwnedValue, UserReference
-from farprop.protocol.references.states import USABLE, User
+from farprop.protocol.references.messages import Batch, ControlReply, Fork
+from farprop.protocol.references.records import USABLE, InstructionKind, OwnedValue, User, UserReference
+from farprop.protocol.references.state_machine import RRefStateMachine
 from tests.simulation import checks, program
-from tests.simulation.calls import Call, Task
-from tests.simulation.ledger import ForkStory, ValueStory
-from tests.simulation.network import Connection, Letter
+from tests.simulation.ledger import ForkHistory, ValueHistory
+from tests.simulation.network import Call, Connection, Message
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 RETRY = 0.2  # seconds until a batch without a reply is sent again
 LATER = 0.005
-BROKEN = object()  # in the cell of a value that will never be made
+BROKEN = object()  # in the slot of a value that will never be made
+
+
+class Task:
+    """A function that was called, and the references in its arguments."""
+
+    __slots__ = ("arguments", "call", "history")
+
+    def __init__(self, call: Call, arguments: list[UserReference | OwnedValue], history: ValueHistory | None) -> None:
+        self.call = call
+        self.arguments = arguments
+        self.history = history  # of the value that it makes
+
+    def any_in(self, state: User) -> bool:
+        return any(isinstance(a, UserReference) and a.state is state for a in self.arguments)
 
 
 class Worker:
-    """Its program is in ``program``. What it does with the machine goes through ``machine``."""
+    """One worker. ``program`` acts for it."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.world = world
         self.rank = rank
-        self.state = References(rank)  # to look at only
+        self.state = RRefStateMachine(rank)  # the machine, to look at only
         self.crashed = False
         self.held: list[UserReference | OwnedValue] = []  # what the program can reach, besides arguments
         self.calls: list[Call] = []  # without an answer
         self.tasks: list[Task] = []  # not finished
-        self.waiting: list[Task] = []  # those that wait for the owners to count their arguments
+        self.waiting: list[Task] = []  # those that wait until owners list the references in their arguments
         self.connections: dict[int, Connection] = {}
         self._sent: dict[int, Batch] = {}  # what is on its way to a worker, or was the last that was
 
     @property
-    def machine(self) -> References:
-        """The machine, to do something with: it is checked after this event."""
+    def machine(self) -> RRefStateMachine:
+        """The machine, to change it: it is checked after this event."""
         self.world.touched.add(self.rank)
         return self.state
 
@@ -49,7 +61,7 @@ class Worker:
         return [
             thing
             for thing in self.held
-            if (thing.state in USABLE if isinstance(thing, UserReference) else thing.cell is not BROKEN)
+            if (thing.state in USABLE if isinstance(thing, UserReference) else not _is_broken(thing))
         ]
 
     def everything(self) -> list[UserReference | OwnedValue]:
@@ -63,16 +75,16 @@ class Worker:
         fork = self.machine.fork(source, to, route)
         ledger = self.world.ledger
         parent = ledger.forks[source.fork] if isinstance(source, UserReference) else None
-        ledger.forks[fork.fork] = ForkStory(ledger.values[source.rref], self.rank, to, parent)
+        ledger.forks[fork.fork] = ForkHistory(ledger.values[source.rref], self.rank, to, parent)
         return fork
 
     def own(self) -> None:
         value = self.machine.own()
-        self.world.ledger.values[value.rref] = ValueStory(value.rref, self.rank, self.rank, came=True)
+        self.world.ledger.values[value.rref] = ValueHistory(value.rref, self.rank, self.rank, came=True)
         self.held.append(value)
 
     def drop(self, thing: UserReference | OwnedValue) -> None:
-        self.world.say("%d drops %s", self.rank, thing)
+        self.world.trace("%d drops %s", self.rank, thing)
         if isinstance(thing, UserReference):
             self.machine.drop(thing)
 
@@ -87,19 +99,19 @@ class Worker:
                 self.connections[callee] = self.world.network.connect(self.rank, callee)
             call.connection = self.connections[callee]
         if reference is not None:
-            value = ValueStory(reference.rref, callee, self.rank, came=False)
+            value = ValueHistory(reference.rref, callee, self.rank, came=False)
             self.world.ledger.values[reference.rref] = value
-            self.world.ledger.forks[reference.fork] = ForkStory(value, self.rank, self.rank, None)
+            self.world.ledger.forks[reference.fork] = ForkHistory(value, self.rank, self.rank, None)
         self.calls.append(call)
         return call
 
     def send(self, call: Call, forks: list[Fork]) -> None:
-        self.world.network.send(Letter("calls", call, forks, self.rank, call.callee, call.connection))
+        self.world.network.send(Message("calls", call, forks, self.rank, call.callee, call.connection))
 
     def never_send(self, call: Call, forks: list[Fork]) -> None:
         if self.crashed:
             return
-        self.world.say("%d never sends call %s", self.rank, call)
+        self.world.trace("%d never sends call %s", self.rank, call)
         self._undelivered(forks)
         if call.open:
             self._close(call)
@@ -110,7 +122,7 @@ class Worker:
     def interrupt(self, call: Call, forks: list[Fork], sent: bool) -> None:
         """The program is interrupted while it sends a call, and does not know whether it did."""
         self.world.counts["interrupted sends"] += 1
-        self.world.say("%d is interrupted when it sends call %s", self.rank, call)
+        self.world.trace("%d is interrupted when it sends call %s", self.rank, call)
         if sent:
             self.send(call, forks)
         self._close(call)
@@ -130,7 +142,7 @@ class Worker:
     def time_out(self, call: Call) -> None:
         if call.open and not self.crashed:
             self.world.counts["timeouts"] += 1
-            self.world.say("%d: call %s times out", self.rank, call)
+            self.world.trace("%d: call %s times out", self.rank, call)
             self._close(call)
             if call.reference is not None:
                 if not call.certain:
@@ -147,18 +159,18 @@ class Worker:
     def connection_lost(self, connection: Connection) -> None:
         if self.crashed:
             return
-        self.world.say("%d hears that connection %d is broken", self.rank, connection.number)
+        self.world.trace("%d hears that connection %d is broken", self.rank, connection.number)
         connection.heard.add(self.rank)
         if self.connections.get(connection.callee) is connection:
             del self.connections[connection.callee]
-        self._route_lost(connection)
+        self._lose_route(connection)
         for call in [call for call in self.calls if call.connection is connection]:
             self._close(call)
             if call.reference is not None:
                 self._recall(call.reference)
                 self.machine.unanswered(call.reference, lost=True)
 
-    def _route_lost(self, connection: Connection) -> None:
+    def _lose_route(self, connection: Connection) -> None:
         for fork, passed in self.state.passed.items():
             if passed.route is connection:
                 self.world.ledger.forks[fork].revoked = True
@@ -167,18 +179,18 @@ class Worker:
     def hear_death(self, peer: int) -> None:
         if self.crashed or peer in self.state.dead:
             return
-        self.world.say("%d takes %d for dead", self.rank, peer)
+        self.world.trace("%d takes %d for dead", self.rank, peer)
         self.machine.died(peer)
         self.connections.pop(peer, None)
         for call in [call for call in self.calls if call.callee == peer]:
             self._close(call)
 
-    # What comes
+    # Messages that arrive
 
-    def receive(self, letter: Letter) -> None:
-        things = [self._arrive(fork, letter.source) for fork in letter.forks]
-        call = letter.call
-        if letter.kind == "calls":
+    def receive(self, message: Message) -> None:
+        things = [self._arrive(fork, message.source) for fork in message.forks]
+        call = message.call
+        if message.kind == "calls":
             self._receive_call(call, things)
         elif not call.open:
             # Nobody waits for it, but the references are here.
@@ -188,7 +200,7 @@ class Worker:
             self._close(call)
             if call.reference is not None:
                 self.machine.made(call.reference)
-            program.got(self, things)
+            program.hand_over(self, things)
 
     def _arrive(self, fork: Fork, sender: int) -> UserReference | OwnedValue:
         thing = self.machine.arrive(fork, sender)
@@ -197,28 +209,28 @@ class Worker:
         return thing
 
     def _receive_call(self, call: Call, things: list[UserReference | OwnedValue]) -> None:
-        chance = self.world.chance
-        story = None
+        rng = self.world.rng
+        history = None
         if call.reference is not None:
-            story = self.world.ledger.values[call.reference.rref]
-            story.came = True
+            history = self.world.ledger.values[call.reference.rref]
+            history.came = True
             value = self.machine.make(call.caller, call.reference.rref, call.reference.fork)
             if value is None:
-                self.world.say("%d does not run call %s", self.rank, call)
-                story.refused = True
+                self.world.trace("%d does not run call %s", self.rank, call)
+                history.refused = True
                 for thing in things:
                     self.drop(thing)
                 return
             checks.made(self, value)
-            if chance.random() < 0.2:
+            if rng.random() < 0.2:
                 self.held.append(value)
-        if chance.random() < 0.6:
-            # The program gets them before they are counted, as those in answers.
-            program.got(self, things)
+        if rng.random() < 0.6:
+            # The program gets them before the owners list them, as it gets those in answers.
+            program.hand_over(self, things)
             things = []
-        task = Task(call, things, story)
+        task = Task(call, things, history)
         self.tasks.append(task)
-        self.world.clock.after(chance.uniform(0.0, 0.1), self._start, task)
+        self.world.clock.after(rng.uniform(0.0, 0.1), self._start, task)
 
     def _start(self, task: Task) -> None:
         if self.crashed:
@@ -226,58 +238,59 @@ class Worker:
         if task.any_in(User.ARRIVED):
             self.waiting.append(task)
             return
-        if not task.any_in(User.VOID) and task.story is not None:
-            checks.runs(task.story)
+        if not task.any_in(User.VOID) and task.history is not None:
+            checks.runs(task.history)
         self._answer(task.call)
         self.tasks.remove(task)
         for thing in task.arguments:
-            if self.world.chance.random() < 0.5:
+            if self.world.rng.random() < 0.5:
                 self.held.append(thing)
             else:
                 self.drop(thing)
 
     def _answer(self, call: Call) -> None:
-        chance = self.world.chance
+        rng = self.world.rng
         to = call.caller
         if to in self.state.dead:
             return
         things = self.passable()
-        chosen = chance.sample(things, min(len(things), chance.choice((0, 0, 0, 1))))
+        chosen = rng.sample(things, min(len(things), rng.choice((0, 0, 0, 1))))
         forks = [self.fork(thing, to, call.connection) for thing in chosen]
         if call.connection is None or self.rank not in call.connection.heard:
-            self.world.network.send(Letter("answers", call, forks, self.rank, to, call.connection))
-        elif chance.random() < 0.5:
+            self.world.network.send(Message("answers", call, forks, self.rank, to, call.connection))
+        elif rng.random() < 0.5:
             self._undelivered(forks)
         else:
             # A runtime that does not know how far it came with an answer says that it may be lost.
-            self._route_lost(call.connection)
+            self._lose_route(call.connection)
 
-    def take(self, peer: int, content: Batch | Reply) -> None:
-        if isinstance(content, Reply):
+    def take(self, peer: int, content: Batch | ControlReply) -> None:
+        if isinstance(content, ControlReply):
             self.machine.replied(peer, content)
         else:
             reply = self.machine.incoming(peer, content)
             checks.replied(self, content, reply)
-            self.world.network.post(self.rank, peer, reply)
+            self.world.network.send_control(self.rank, peer, reply)
 
-    # What the machine wants done
+    # Instructions of the machine
 
     def settle(self) -> None:
-        """Do what the machine asks for."""
+        """Carry out the machine's instructions."""
         machine = self.state
-        while machine.effects:
-            effects, machine.effects = machine.effects, []
-            for happening, subject in effects:
-                if happening is Happening.SEND:
+        while machine.instructions:
+            instructions = machine.instructions.copy()
+            machine.instructions.clear()
+            for kind, subject in instructions:
+                if kind is InstructionKind.SEND:
                     self._send_batch(subject)
-                elif happening is Happening.SEND_LATER:
+                elif kind is InstructionKind.SEND_LATER:
                     self.world.clock.after(LATER, self._send_batch, subject)
-                elif happening is Happening.VOID:
+                elif kind is InstructionKind.VOID:
                     checks.void(self, subject)
-                elif happening is Happening.SETTLED:
+                elif kind is InstructionKind.SETTLED:
                     self._wake()
-                elif happening is Happening.BROKEN:
-                    subject.cell = BROKEN
+                elif kind is InstructionKind.BROKEN:
+                    subject.slot = BROKEN
                     checks.broken(self, subject)
 
     def _wake(self) -> None:
@@ -295,5 +308,9 @@ class Worker:
 
     def _post(self, peer: int, batch: Batch) -> None:
         if not self.crashed and self.state.outgoing(peer) is batch:
-            self.world.network.post(self.rank, peer, batch)
+            self.world.network.send_control(self.rank, peer, batch)
             self.world.clock.after(RETRY, self._post, peer, batch)
+
+
+def _is_broken(value: OwnedValue) -> bool:
+    return getattr(value, "slot", None) is BROKEN

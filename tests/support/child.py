@@ -32,7 +32,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from tests.support import hosts, leaks
+from tests.support import hosts, leaks, lock_order
 
 
 class Check(Enum):
@@ -110,6 +110,7 @@ def _set_up(setup: Setup) -> None:
     # Pytest makes warnings errors in its own process only.
     warnings.filterwarnings("error", module=r"farprop(\.|$)")
     torch.set_num_threads(1)
+    lock_order.install_if_wanted()
 
 
 class Child:

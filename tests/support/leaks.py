@@ -123,7 +123,7 @@ def _drop_what_farprop_keeps() -> None:
     # On purpose, it keeps the store where workers met until the next init_rpc.
     rpc: Any = sys.modules.get("farprop.rpc")
     if rpc is not None and not rpc._is_current_rpc_agent_set():
-        rpc.meeting._last = None
+        rpc.store._last = None
 
 
 def _counts(thread: threading.Thread) -> bool:

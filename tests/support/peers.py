@@ -8,8 +8,8 @@ import time
 from farprop.config import Settings
 from farprop.protocol.roster import Entry, Identity
 from farprop.protocol.signing import Keys
-from farprop.runtime.current import current_agent
-from farprop.runtime.dialling import Dialling
+from farprop.runtime.agent_registry import current_agent
+from farprop.runtime.dialer import Dialer
 from farprop.transport.tls import Stream
 
 
@@ -20,12 +20,12 @@ def own_entry() -> Entry:
 
 def own_keys() -> Keys:
     """Run by a worker: the keys of its job."""
-    return current_agent()._keys
+    return current_agent()._endpoint.keys
 
 
 def dial_as(identity: Identity, keys: Keys, entry: Entry, kind: str = "tcp", tls: bool = True) -> Stream:
     """A stream to a worker that takes us for ``identity``, over "tcp" or "unix"."""
-    dialling = Dialling(identity, keys, kind == "unix", Settings(tls=tls))
+    dialling = Dialer(identity, keys, kind == "unix", Settings(tls=tls))
     if kind != "unix":
         entry = dataclasses.replace(entry, unix="")
     stream = dialling.dial(entry, time.monotonic() + 20)

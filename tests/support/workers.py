@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tests.support.child import Check
-from tests.support.group import Environment, Group, Worker, WorkerDied, WorkersFailed
+from tests.support.worker_group import Environment, Worker, WorkerDied, WorkerGroup, WorkersFailed
 
 __all__ = ["Cluster", "Handle", "WorkerDied", "WorkersFailed", "cluster", "free_port", "processes", "run_workers"]
 
@@ -48,7 +48,7 @@ def run_workers(
     None as a value removes a variable. ``full_exit=True`` is for tests of how a process ends: it then takes
     its modules apart and runs C++ destructors, which is slow.
     """
-    with Group(_environs(env, world_size), full_exit) as group:
+    with WorkerGroup(_environs(env, world_size), full_exit) as group:
         calls = [worker.call(fn, (worker.rank, *args)) for worker in group.workers]
         for worker in group.workers:
             worker.finish(Check.UNLESS_RAISED if check else Check.NEVER)
@@ -84,7 +84,7 @@ def cluster(
     ``options`` are those of ``TensorPipeRpcBackendOptions``. ``timeout`` holds for the start, for each call
     and for the end. ``check=False`` lets the workers leave things behind.
     """
-    with Group(_environs(env, world_size)) as group:
+    with WorkerGroup(_environs(env, world_size)) as group:
         running = Cluster(group, timeout, check)
         running._init(options or {})
         yield running
@@ -100,7 +100,7 @@ def processes(
     check: bool = True,
 ) -> Iterator[Cluster]:
     """The same without farprop's calls: the test says what each process starts, and has it stop that."""
-    with Group(_environs(env, world_size)) as group:
+    with WorkerGroup(_environs(env, world_size)) as group:
         running = Cluster(group, timeout, check)
         yield running
         running.shutdown(graceful=False)
@@ -109,7 +109,7 @@ def processes(
 class Cluster:
     """A running job."""
 
-    def __init__(self, group: Group, timeout: float, check: bool) -> None:
+    def __init__(self, group: WorkerGroup, timeout: float, check: bool) -> None:
         self._group = group
         self._timeout = timeout
         self._check = Check.ALWAYS if check else Check.NEVER

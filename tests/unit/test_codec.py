@@ -1,4 +1,4 @@
-"""Objects to buffers and back."""
+"""The pickle codec: objects come back as they were."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from farprop.wire.tensors import _DTYPE_NAMES, INLINE_LIMIT, MAX_WASTE
 
 def round_trip(obj: Any) -> Any:
     encoded = encode(obj)
-    return decode(encoded.meta, [memoryview(bytearray(b)) for b in encoded.buffers])
+    return decode(encoded.payload, [memoryview(bytearray(b)) for b in encoded.buffers])
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -114,8 +114,8 @@ def test_quantised_tensors_survive() -> None:
 def test_views_share_one_storage_which_is_sent_once(count: int) -> None:
     base = torch.arange(float(count))
     encoded = encode([base, base[2:5], base.view(-1, 2).t()])
-    assert len(encoded.meta) + sum(b.nbytes for b in encoded.buffers) < 4 * count + 1000
-    whole, part, turned = decode(encoded.meta, [memoryview(bytearray(b)) for b in encoded.buffers])
+    assert len(encoded.payload) + sum(b.nbytes for b in encoded.buffers) < 4 * count + 1000
+    whole, part, turned = decode(encoded.payload, [memoryview(bytearray(b)) for b in encoded.buffers])
     whole[3] = -1
     assert part[1] == -1
     assert turned[1, 1] == -1
@@ -142,12 +142,12 @@ def test_views_of_other_dtypes_share() -> None:
 def test_a_small_view_does_not_send_its_large_storage() -> None:
     base = torch.rand(1000, 1000)
     encoded = encode(base[5])
-    assert len(encoded.meta) + sum(b.nbytes for b in encoded.buffers) < 5000
+    assert len(encoded.payload) + sum(b.nbytes for b in encoded.buffers) < 5000
     wide = torch.rand(1000, 2000)
     column = wide[:, 3]
     assert wide.nbytes - column.nbytes > MAX_WASTE
     encoded = encode(column)
-    assert len(encoded.meta) + sum(b.nbytes for b in encoded.buffers) < 5000
+    assert len(encoded.payload) + sum(b.nbytes for b in encoded.buffers) < 5000
     assert torch.equal(round_trip(column), column)
 
 
@@ -251,5 +251,5 @@ def test_a_tensor_on_another_device_is_refused_with_advice() -> None:
 
 
 def test_plain_pickle_is_tried_first() -> None:
-    assert b"cloudpickle" not in encode([1, torch.add, Pair(1, 2)]).meta
-    assert pickle.loads(encode([1, 2]).meta) == [1, 2]
+    assert b"cloudpickle" not in encode([1, torch.add, Pair(1, 2)]).payload
+    assert pickle.loads(encode([1, 2]).payload) == [1, 2]

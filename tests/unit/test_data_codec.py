@@ -18,24 +18,24 @@ from hypothesis import strategies as st
 
 from farprop.errors import FarpropError, NotDataError, NotExposedError, ProtocolError, RemoteError
 from farprop.wire import data_codec, exposed
-from farprop.wire.codec import Encoded, decode_collecting
+from farprop.wire.codec import decode_with
 from farprop.wire.data_codec import MAX_DEPTH, decode_call, decode_value, encode_call, encode_value
 from farprop.wire.data_failures import decode_failure, encode_failure
-from farprop.wire.frames import PLAIN
+from farprop.wire.message import FAST, Message
 from farprop.wire.tensors import DTYPES
 from tests.security.functions import Point, Unknown, add
 
 pack = msgspec.msgpack.encode
 
 
-def _copied(encoded: Encoded) -> list[bytearray]:
-    """The buffers as they come: in memory of the receiver's own."""
+def _copied(encoded: Message) -> list[bytearray]:
+    """Copies of the buffers, as a receiver has them."""
     return [bytearray(buffer) for buffer in encoded.buffers]
 
 
 def _there(value: Any) -> Any:
     encoded = encode_value(value)
-    return decode_value(encoded.meta, _copied(encoded), encoded.flags)
+    return decode_value(encoded.payload, _copied(encoded), encoded.flags)
 
 
 def _decoded(item: Any, buffers: Any = ()) -> Any:
@@ -93,7 +93,7 @@ def test_values_come_back(value: Any) -> None:
 @settings(deadline=None)
 def test_calls_come_back(args: list[Any], kwargs: dict[str, Any]) -> None:
     encoded = encode_call(None, tuple(args), kwargs)
-    came = decode_call(encoded.meta, _copied(encoded), encoded.flags)
+    came = decode_call(encoded.payload, _copied(encoded), encoded.flags)
     assert (list(came[0]), came[1]) == (args, kwargs)
 
 
@@ -191,7 +191,7 @@ def test_tensors_that_are_not_as_simple() -> None:
         assert type(came) is torch.Tensor
     encoded = encode_value([large, large, (large, leaf, leaf)])
     assert len(encoded.buffers) == 1
-    first, second, (third, fourth, fifth) = decode_value(encoded.meta, _copied(encoded), 0)
+    first, second, (third, fourth, fifth) = decode_value(encoded.payload, _copied(encoded), 0)
     assert first is second is third
     assert fourth is fifth
     first.add_(1)  # it is the receiver's own
@@ -220,7 +220,8 @@ def test_tensors_that_require_grad_are_noted_in_the_same_order() -> None:
     graph: list[torch.Tensor] = [torch.ones(1)]  # of a try that failed
     encoded = encode_call(None, (tensors[5], value), {"last": tensors[4]}, graph)
     assert [id(t) for t in graph] == [id(tensors[n]) for n in (5, 3, 1, 0, 2, 4)]
-    _, noted = decode_collecting(decode_call, encoded.meta, _copied(encoded), encoded.flags)
+    noted: list[torch.Tensor] = []
+    decode_with((), noted, decode_call, encoded.payload, _copied(encoded), encoded.flags)
     assert [len(t) - 1 for t in noted] == [5, 3, 1, 0, 2, 4]
 
 
@@ -321,7 +322,7 @@ def test_nonsense_is_a_protocol_error(item: Any) -> None:
     with pytest.raises(ProtocolError):
         _decoded(item)
     with pytest.raises(ProtocolError):
-        decode_call(pack([item]), (), PLAIN)
+        decode_call(pack([item]), (), FAST)
     with pytest.raises(ProtocolError):
         decode_call(pack([[], ["name", item]]), (), 0)
 
@@ -375,7 +376,7 @@ def test_a_pickle_is_refused_and_said_to_be_one(tmp_path: Any) -> None:
 
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         bomb = pickle.dumps(((Bomb(),), {}), protocol)
-        for flags in (0, PLAIN):
+        for flags in (0, FAST):
             with pytest.raises(ProtocolError, match="pickle" if protocol > 1 else None):
                 decode_call(bomb, (), flags)
             with pytest.raises(ProtocolError):
@@ -403,7 +404,7 @@ def test_lengths_that_are_not_there_take_no_memory() -> None:
 
 
 def _survives(meta: bytes, buffers: list[bytearray]) -> None:
-    for decode, flags in ((decode_call, 0), (decode_call, PLAIN), (decode_value, 0)):
+    for decode, flags in ((decode_call, 0), (decode_call, FAST), (decode_value, 0)):
         try:
             decode(meta, buffers, flags)
         except FarpropError:
@@ -446,7 +447,7 @@ _SAMPLES: list[Any] = [
 def test_good_messages_with_a_few_wrong_bytes(seed: int, flips: int) -> None:
     chance = random.Random(seed)
     encoded = encode_value(chance.choice(_SAMPLES))
-    meta = bytearray(encoded.meta)
+    meta = bytearray(encoded.payload)
     for _ in range(flips):
         place = chance.randrange(len(meta))
         what = chance.random()
@@ -476,12 +477,12 @@ def test_good_messages_with_a_few_wrong_bytes(seed: int, flips: int) -> None:
 
 def test_failures_are_rebuilt_from_a_table_alone() -> None:
     for error in (ValueError("x"), KeyError("x"), ZeroDivisionError("x"), ProtocolError("x"), RemoteError("x")):
-        came = decode_failure(encode_failure(error, "worker1").meta)
+        came = decode_failure(encode_failure(error, "worker1").payload)
         assert type(came) is type(error)
         assert came.args[0] == "x"
     error = OSError(2, "No such file")
     error.add_note("a note")
-    came = decode_failure(encode_failure(error, "worker1").meta)
+    came = decode_failure(encode_failure(error, "worker1").payload)
     assert type(came) is OSError or isinstance(came, OSError)
     assert "No such file" in str(came)
     assert came.__notes__[0] == "a note"
@@ -491,10 +492,10 @@ def test_failures_are_rebuilt_from_a_table_alone() -> None:
             raise RuntimeError("no")
 
     for own in (Unshowable("a", "b"), SystemExit(3), KeyboardInterrupt(), StopIteration(1), pickle.PicklingError("p")):
-        came = decode_failure(encode_failure(own, "worker1").meta)
+        came = decode_failure(encode_failure(own, "worker1").payload)
         assert type(came) is RemoteError
         assert type(own).__qualname__ in str(came)
-    long = decode_failure(encode_failure(ValueError("\ud800" + "x" * 10_000_000), "worker1").meta)
+    long = decode_failure(encode_failure(ValueError("\ud800" + "x" * 10_000_000), "worker1").payload)
     assert type(long) is ValueError
     assert len(str(long)) < 100_000
 
@@ -506,14 +507,14 @@ def test_a_failure_names_nothing_but_exceptions(name: str) -> None:
 
 @pytest.mark.parametrize("kind", [set, frozenset, dict.fromkeys])
 def test_keys_that_were_made_to_have_the_same_hash(kind: Any) -> None:
-    """They would take hours to put into a dict, in which nothing else runs."""
+    """Building a dict of these keys would take hours, and block all other threads."""
     prime = (1 << 61) - 1
     for number in (prime * i for i in range(3)):
         assert hash(number) == 0
     few = kind([prime * i for i in range(50)])
-    assert decode_value(encode_value(few).meta, [], 0) == few
+    assert decode_value(encode_value(few).payload, [], 0) == few
     many = kind([prime * i for i in range(1500)])
     with pytest.raises(ProtocolError, match="the same hash"):
-        decode_value(encode_value(many).meta, [], 0)
+        decode_value(encode_value(many).payload, [], 0)
     honest = kind(range(100_000))
-    assert decode_value(encode_value(honest).meta, [], 0) == honest
+    assert decode_value(encode_value(honest).payload, [], 0) == honest

@@ -1,4 +1,4 @@
-"""``rpc.expose``: what gets a name, and what is refused."""
+"""``rpc.expose``: the names of exposed objects, and the objects that it refuses."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import farprop.rpc as rpc
-from farprop.errors import UsageError
+from farprop.errors import NotExposedError, UsageError
 from farprop.wire import exposed
+from farprop.wire.message import Method
 from tests.security.functions import Counter, Doubled, Half, add, hidden, make_doubled, multiply
 
 
@@ -115,3 +116,12 @@ def test_local_things_need_a_name() -> None:
     assert exposed.find(b"a local dataclass") is Local
     assert exposed.fields_of(Local) == ("x", "y")
     assert exposed.fields_of(Counter) is None
+
+
+def test_restricted_jobs_know_every_method_of_farprop() -> None:
+    """One that is not in the table is refused; none is forgotten."""
+    from farprop.rpc import restricted
+
+    assert {method.value for method in Method} <= set(restricted._INTERNAL)
+    with pytest.raises(NotExposedError, match="method 31"):
+        restricted._vet(b"\x1f", 1, "worker1", (), {})

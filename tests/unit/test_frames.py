@@ -12,17 +12,19 @@ from hypothesis import strategies as st
 
 from farprop.errors import ProtocolError
 from farprop.wire import frames
-from farprop.wire.frames import ANSWER, FORGET, NOTICE, PROFILED, REQUEST, SYSTEM, Frame, FrameReader, pack
+from farprop.wire.frames import FrameReader
+from farprop.wire.message import ANSWER, FORGET, HEADER, NOTICE, PROFILED, REQUEST, SYSTEM, Message
+from tests.support.raw_messages import pack
 
 CAP = 1 << 30
 
 
-def feed(reader: FrameReader, data: bytes, pieces: list[int]) -> list[Frame]:
-    """Give ``data`` to the reader as a socket would, at most so many bytes at a time."""
-    got: list[Frame] = []
+def feed(reader: FrameReader, data: bytes, pieces: list[int]) -> list[Message]:
+    """Feed ``data`` to the reader like a socket, in pieces of limited size."""
+    got: list[Message] = []
     at = turn = 0
     while at < len(data):
-        target = reader.target()
+        target = reader.target
         assert len(target) > 0
         count = min(len(target), len(data) - at, pieces[turn % len(pieces)])
         target[:count] = data[at : at + count]
@@ -52,9 +54,9 @@ def frame_and_bytes(draw: Any) -> tuple[dict[str, Any], list[bytes]]:
         "call_id": draw(st.integers(0, 2**64 - 1)),
         "seconds": draw(st.floats(0, 1e6)),
         "name": draw(st.binary(max_size=50)),
-        "meta": b"m" * draw(st.sampled_from([0, 1, 100, 65536, 200000])),
+        "body": b"m" * draw(st.sampled_from([0, 1, 100, 65536, 200000])),
         "table": table,
-        "gives": draw(st.lists(st.integers(0, 2**32 - 1), max_size=5)),
+        "returned": draw(st.lists(st.integers(0, 2**32 - 1), max_size=5)),
     }
     return frame, inline
 
@@ -76,8 +78,8 @@ def test_what_is_packed_comes_out_however_it_is_cut(
         assert (frame.kind, frame.flags, frame.call_id) == (sent["kind"], sent["flags"], sent["call_id"])
         assert frame.seconds == sent["seconds"]
         assert frame.name == sent["name"]
-        assert bytes(frame.meta) == sent["meta"]
-        assert list(frame.gives) == sent["gives"]
+        assert bytes(frame.payload) == sent["body"]
+        assert list(frame.returned_segments) == sent["returned"]
         assert [bytes(b) for b in frame.buffers if isinstance(b, memoryview)] == inline
         assert [b for b in frame.buffers if isinstance(b, tuple)] == [(n, s) for s, n in sent["table"] if n]
 
@@ -85,8 +87,8 @@ def test_what_is_packed_comes_out_however_it_is_cut(
 def test_byte_by_byte() -> None:
     data = pack(REQUEST, 0, 5, 1.5, b"mod:f", b"meta", [(3, 0)]) + b"abc" + pack(ANSWER, 0, 6, 0.0, b"", b"x")
     first, second = feed(FrameReader(CAP), data, [1])
-    assert (first.name, bytes(first.meta), first.buffers) == (b"mod:f", b"meta", [bytearray(b"abc")])
-    assert (second.call_id, bytes(second.meta)) == (6, b"x")
+    assert (first.name, bytes(first.payload), first.buffers) == (b"mod:f", b"meta", [bytearray(b"abc")])
+    assert (second.call_id, bytes(second.payload)) == (6, b"x")
 
 
 @settings(max_examples=300, deadline=None)
@@ -95,7 +97,7 @@ def test_garbage_parses_or_is_a_protocol_error(data: bytes, pieces: list[int]) -
     reader = FrameReader(10_000)
     try:
         for frame in feed(reader, data, pieces):
-            assert len(frame.meta) <= 10_000
+            assert len(frame.payload) <= 10_000
     except ProtocolError:
         pass
 
@@ -117,9 +119,9 @@ def test_damaged_frames_parse_or_are_protocol_errors(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"kind": 0}, "unknown frame kind"),
-        ({"kind": 99}, "unknown frame kind"),
-        ({"flags": 128}, "unknown frame kind"),
+        ({"kind": 0}, "unknown message kind"),
+        ({"kind": 99}, "unknown message kind"),
+        ({"flags": 128}, "unknown message kind"),
         ({"seconds": -1.0}, "deadline"),
         ({"seconds": float("nan")}, "deadline"),
         ({"seconds": float("inf")}, "deadline"),
@@ -136,9 +138,9 @@ def test_each_rule_has_its_reason(change: dict[str, Any], reason: str) -> None:
         "call_id": 1,
         "seconds": 0.0,
         "name": b"",
-        "meta": b"",
+        "body": b"",
         "table": (),
-        "gives": (),
+        "returned": (),
     }
     with pytest.raises(ProtocolError, match=reason):
         feed(FrameReader(1000), pack(**{**frame, **change}), [4096])  # type: ignore[arg-type]
@@ -146,7 +148,7 @@ def test_each_rule_has_its_reason(change: dict[str, Any], reason: str) -> None:
 
 def test_a_length_over_the_cap_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     data = bytearray(pack(REQUEST, 0, 1, 0.0, b"", b""))
-    struct.pack_into("<Q", data, frames.HEADER_SIZE - 8, 1 << 40)
+    struct.pack_into("<Q", data, HEADER.size - 8, 1 << 40)
     reader = FrameReader(1 << 20)
 
     def no_room(_: int) -> memoryview:
@@ -161,10 +163,10 @@ def test_many_small_frames_with_buffers_in_one_read() -> None:
     """As many as fit: none of them waits for the one behind it."""
     data = b"".join(pack(REQUEST, 0, i, 0.0, b"", b"", [(1, 0)]) + bytes([i % 256]) for i in range(1300))
     reader = FrameReader(1 << 20)
-    found: list[Frame] = []
+    found: list[Message] = []
     at = 0
     while at < len(data):
-        target = reader.target()
+        target = reader.target
         count = min(len(target), len(data) - at)
         target[:count] = data[at : at + count]
         at += count

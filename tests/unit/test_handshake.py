@@ -1,4 +1,4 @@
-"""The handshake: who knows the key gets in, nobody else, and garbage is refused early."""
+"""The handshake: only peers that know the key are accepted, and garbage is refused early."""
 
 from __future__ import annotations
 
@@ -15,54 +15,54 @@ from farprop.protocol.handshake import (
     PROVEN,
     READY,
     REFUSED,
-    Dialler,
-    Listener,
-    SomebodyElseError,
+    DialerHandshake,
+    IdentityMismatchError,
+    ListenerHandshake,
 )
 
 KEY = b"k" * 32
 
 
 def ends(
-    dialler_key: bytes = KEY,
+    dialer_key: bytes = KEY,
     listener_key: bytes = KEY,
     target: bytes = b"worker1",
     channels: tuple[bytes, bytes] = (b"unix", b"unix"),
-) -> tuple[Dialler, Listener]:
+) -> tuple[DialerHandshake, ListenerHandshake]:
     return (
-        Dialler(dialler_key, b"worker0", target, channels[0], os.urandom(32)),
-        Listener(listener_key, b"worker1", channels[1], os.urandom(32)),
+        DialerHandshake(dialer_key, b"worker0", target, channels[0], os.urandom(32)),
+        ListenerHandshake(listener_key, b"worker1", channels[1], os.urandom(32)),
     )
 
 
-def talk(dialler: Dialler, listener: Listener, piece: int = 1000, refuse: str | None = None) -> None:
-    """Carry bytes between the two until both are done."""
-    to_listener, to_dialler = dialler.start(), b""
-    while to_listener or to_dialler:
+def talk(dialer: DialerHandshake, listener: ListenerHandshake, piece: int = 1000, refuse: str | None = None) -> None:
+    """Carry bytes between both ends until they are done."""
+    to_listener, to_dialer = dialer.start(), b""
+    while to_listener or to_dialer:
         now, to_listener = to_listener[:piece], to_listener[piece:]
         if now:
-            to_dialler += listener.receive(now)
+            to_dialer += listener.receive(now)
             if listener.state == PROVEN:
-                to_dialler += listener.welcome() if refuse is None else listener.refuse(refuse)
-        now, to_dialler = to_dialler[:piece], to_dialler[piece:]
+                to_dialer += listener.welcome() if refuse is None else listener.refuse(refuse)
+        now, to_dialer = to_dialer[:piece], to_dialer[piece:]
         if now:
-            to_listener += dialler.receive(now)
-        dialler.validate()
+            to_listener += dialer.receive(now)
+        dialer.validate()
         listener.validate()
 
 
 @pytest.mark.parametrize("piece", [1, 2, 41, 42, 43, 1000])
 def test_both_get_in_and_know_who_the_other_is(piece: int) -> None:
-    dialler, listener = ends()
-    talk(dialler, listener, piece)
-    assert (dialler.state, listener.state) == (READY, READY)
-    assert (dialler.peer_identity, listener.peer_identity) == (b"worker1", b"worker0")
+    dialer, listener = ends()
+    talk(dialer, listener, piece)
+    assert (dialer.state, listener.state) == (READY, READY)
+    assert (dialer.peer_identity, listener.peer_identity) == (b"worker1", b"worker0")
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"dialler_key": b"x" * 32},
+        {"dialer_key": b"x" * 32},
         {"listener_key": b"x" * 32},
         {"channels": (b"tls one certificate", b"tls another")},
         {"channels": (b"tcp", b"tls another")},
@@ -70,38 +70,40 @@ def test_both_get_in_and_know_who_the_other_is(piece: int) -> None:
     ],
 )
 def test_another_key_or_channel_is_refused_by_the_listener(wrong: dict[str, bytes]) -> None:
-    dialler, listener = ends(**wrong)  # type: ignore[arg-type]
+    dialer, listener = ends(**wrong)  # type: ignore[arg-type]
     with pytest.raises(AuthenticationError, match="does not know this job's secret, or what it sent was changed"):
-        talk(dialler, listener)
+        talk(dialer, listener)
     assert listener.state == REFUSED
-    assert dialler.state != READY
+    assert dialer.state != READY
 
 
 def test_a_stranger_learns_nothing_that_depends_on_the_key() -> None:
-    """So what a listener says before it is proved anything is the same with every key."""
+    """Before the dialer's proof, a listener sends the same bytes with every key."""
     nonce = os.urandom(32)
     answers = {
-        Listener(key, b"worker1", b"unix", nonce).receive(Dialler(b"", b"a", b"b", b"c", bytes(32)).start())
+        ListenerHandshake(key, b"worker1", b"unix", nonce).receive(
+            DialerHandshake(b"", b"a", b"b", b"c", bytes(32)).start()
+        )
         for key in (KEY, b"x" * 32)
     }
     assert len(answers) == 1
 
 
 def test_who_looks_for_somebody_else_is_told_who_is_here() -> None:
-    dialler, listener = ends(target=b"worker7")
-    with pytest.raises(SomebodyElseError, match="belongs to worker1 now"):
-        talk(dialler, listener)
-    assert (dialler.state, listener.state) == (REFUSED, REFUSED)
+    dialer, listener = ends(target=b"worker7")
+    with pytest.raises(IdentityMismatchError, match="belongs to worker1 now"):
+        talk(dialer, listener)
+    assert (dialer.state, listener.state) == (REFUSED, REFUSED)
 
 
 def test_who_is_refused_is_told_why() -> None:
-    dialler, listener = ends()
+    dialer, listener = ends()
     with pytest.raises(AuthenticationError, match="refuses us: it was taken for dead"):
-        talk(dialler, listener, refuse="it was taken for dead" + "!" * 1000)
-    assert (dialler.state, listener.state) == (REFUSED, REFUSED)
+        talk(dialer, listener, refuse="it was taken for dead" + "!" * 1000)
+    assert (dialer.state, listener.state) == (REFUSED, REFUSED)
 
 
-def test_a_dialler_that_goes_on_without_the_key_is_refused() -> None:
+def test_a_dialer_that_goes_on_without_the_key_is_refused() -> None:
     hello, listener = ends()
     listener.receive(hello.start())
     with pytest.raises(AuthenticationError):
@@ -110,21 +112,21 @@ def test_a_dialler_that_goes_on_without_the_key_is_refused() -> None:
 
 
 def test_a_listener_without_the_key_is_refused() -> None:
-    dialler, listener = ends()
-    proof = dialler.receive(listener.receive(dialler.start()))
+    dialer, listener = ends()
+    proof = dialer.receive(listener.receive(dialer.start()))
     for forged in (proof[:32], b"\0" * 32):
-        again = Dialler.__new__(Dialler)
-        again.__dict__.update(dialler.__dict__)
+        again = DialerHandshake.__new__(DialerHandshake)
+        again.__dict__.update(dialer.__dict__)
         with pytest.raises(AuthenticationError, match="FARPROP_SECRET"):
             again.receive(forged + b"\x00\x07\x00worker1")
 
 
 def test_a_proof_sent_back_to_its_maker_is_refused() -> None:
-    """Somebody who dials a worker that dials him, and gives each what the other says."""
+    """An attacker reflects the bytes of a worker that dials him to the same worker."""
     first, _ = ends()
     _, second = ends()
     challenge = second.receive(first.start())
-    reflected = Listener(KEY, b"worker0", b"unix", challenge[10:42])
+    reflected = ListenerHandshake(KEY, b"worker0", b"unix", challenge[10:42])
     reflected.receive(first.start())
     proof = first.receive(challenge)
     reflected.receive(proof)
@@ -135,10 +137,10 @@ def test_a_proof_sent_back_to_its_maker_is_refused() -> None:
 
 
 def test_a_recorded_dialogue_is_worth_nothing_later() -> None:
-    dialler, listener = ends()
-    hello = dialler.start()
+    dialer, listener = ends()
+    hello = dialer.start()
     challenge = listener.receive(hello)
-    proof = dialler.receive(challenge)
+    proof = dialer.receive(challenge)
     listener.receive(proof)
     welcome = listener.welcome()
     _, later = ends()
@@ -154,17 +156,17 @@ def test_a_recorded_dialogue_is_worth_nothing_later() -> None:
 
 @pytest.mark.parametrize("what", [b"worker0", b"worker1"])
 def test_a_changed_identity_is_refused(what: bytes) -> None:
-    dialler, listener = ends()
-    proof = dialler.receive(listener.receive(dialler.start()))
+    dialer, listener = ends()
+    proof = dialer.receive(listener.receive(dialer.start()))
     with pytest.raises(AuthenticationError):
         listener.receive(proof.replace(what, b"worker9"))
 
 
 def test_every_bit_of_the_proofs_counts() -> None:
-    dialler, listener = ends()
-    proof = dialler.receive(listener.receive(dialler.start()))
+    dialer, listener = ends()
+    proof = dialer.receive(listener.receive(dialer.start()))
     for at in range(len(proof)):
-        again = Listener.__new__(Listener)
+        again = ListenerHandshake.__new__(ListenerHandshake)
         again.__dict__.update(listener.__dict__)
         with pytest.raises((AuthenticationError, ProtocolError)):
             again.receive(bytes(byte ^ (i == at) for i, byte in enumerate(proof)))
@@ -172,18 +174,18 @@ def test_every_bit_of_the_proofs_counts() -> None:
     listener.receive(proof)
     welcome = listener.welcome()
     for at in range(len(welcome)):
-        once_more = Dialler.__new__(Dialler)
-        once_more.__dict__.update(dialler.__dict__)
+        once_more = DialerHandshake.__new__(DialerHandshake)
+        once_more.__dict__.update(dialer.__dict__)
         with pytest.raises((AuthenticationError, ProtocolError)):
             once_more.receive(bytes(byte ^ (i == at) for i, byte in enumerate(welcome)))
             once_more.receive(b"\0" * 600)
 
 
 def test_another_version_is_named() -> None:
-    dialler, listener = ends()
-    hello = bytearray(dialler.start())
+    dialer, listener = ends()
+    hello = bytearray(dialer.start())
     hello[8] = 1
-    with pytest.raises(ProtocolError, match="version 1 .* version 2"):
+    with pytest.raises(ProtocolError, match="version 1 .* version 3"):
         listener.receive(bytes(hello))
 
 
@@ -196,23 +198,23 @@ def test_garbage_is_refused_at_its_first_byte() -> None:
 
 
 def test_silence_and_floods_hold_little() -> None:
-    dialler, listener = ends()
-    listener.receive(dialler.start())
+    dialer, listener = ends()
+    listener.receive(dialer.start())
     with pytest.raises((ProtocolError, AuthenticationError)):
         for _ in range(100):
             listener.receive(b"\x01" * 36)  # identities of 257 bytes that never end
             listener.receive(b"\xff" * 100)
             assert len(listener._held) <= MAX_UNPROVEN
     with pytest.raises(ValueError, match="at most"):
-        Listener(KEY, b"x" * (MAX_IDENTITY + 1), b"unix", os.urandom(32))
+        ListenerHandshake(KEY, b"x" * (MAX_IDENTITY + 1), b"unix", os.urandom(32))
 
 
 @settings(max_examples=500, deadline=None)
 @given(pieces=st.lists(st.binary(max_size=100), max_size=12), start=st.integers(0, 2))
 def test_whatever_comes_the_outcome_is_bytes_or_the_two_errors(pieces: list[bytes], start: int) -> None:
-    dialler, listener = ends()
-    hello = dialler.start()
-    for end in (dialler, listener):
+    dialer, listener = ends()
+    hello = dialer.start()
+    for end in (dialer, listener):
         try:
             if start >= 1:
                 end.receive(hello)  # its size and prefix are those of a challenge, too

@@ -1,4 +1,4 @@
-"""Simulated jobs keep the protocol's promises, and the simulator notices when the protocol does not."""
+"""Simulated jobs keep the protocol's invariants, and the simulator detects planted bugs."""
 
 from __future__ import annotations
 
@@ -12,52 +12,49 @@ from pathlib import Path
 import pytest
 
 from farprop.protocol.references import diagram
-from farprop.protocol.references.states import USER_TABLE, User, UserEvent
-from tests.simulation.checks import Violation
-from tests.simulation.kinds import flaws_of
-from tests.simulation.outcome import Outcome
-from tests.simulation.planting import planted
-from tests.simulation.report import Report, replay, run_all
+from farprop.protocol.references.records import USER_TABLE, User, UserEvent
+from tests.simulation.harness import Outcome, Violation, mutated
+from tests.simulation.runner import Report, mutants_of, replay, run_all
 from tests.simulation.world import World, run
 
 ROOT = Path(__file__).parents[2]
 SEEDS = 300
-LIMIT = 2000  # seeds within which a flaw has to be found
-FLAWS = flaws_of("references")
+LIMIT = 2000  # seeds within which a mutant has to be killed
+MUTANTS = mutants_of("references")
 
 
 def test_healthy() -> None:
-    failed = [replay(outcome, None) for outcome in run_all(range(SEEDS), jobs=1, flaw=None) if outcome.failure]
+    failed = [replay(outcome, None) for outcome in run_all(range(SEEDS), jobs=1, mutant=None) if outcome.failure]
     assert failed == []
 
 
-@pytest.mark.parametrize("flaw", FLAWS)
-def test_every_flaw_is_found(flaw: str) -> None:
-    found = next((outcome for outcome in run_all(range(LIMIT), jobs=1, flaw=flaw) if outcome.failure), None)
-    assert found is not None, f"{LIMIT} seeds, and nothing wrong with {FLAWS[flaw].replacement.__doc__}"
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_every_mutant_is_killed(mutant: str) -> None:
+    found = next((outcome for outcome in run_all(range(LIMIT), jobs=1, mutant=mutant) if outcome.failure), None)
+    assert found is not None, f"{LIMIT} seeds, and nothing wrong with {MUTANTS[mutant].replacement.__doc__}"
     healthy = run(found.seed)
-    assert healthy.failure is None, "without the flaw, nothing is wrong with that seed"
+    assert healthy.failure is None, "without the mutant, nothing is wrong with that seed"
 
 
-def test_flaws_are_planted_only_for_a_while() -> None:
-    flaw = FLAWS["children-not-held"]
-    before = getattr(flaw.owner, flaw.method)
-    with pytest.raises(ZeroDivisionError), planted("children-not-held"):
-        assert getattr(flaw.owner, flaw.method) is flaw.replacement
+def test_a_mutant_is_there_only_for_a_while() -> None:
+    mutant = MUTANTS["children-not-held"]
+    before = getattr(mutant.owner, mutant.method)
+    with pytest.raises(ZeroDivisionError), mutated("children-not-held"):
+        assert getattr(mutant.owner, mutant.method) is mutant.replacement
         raise ZeroDivisionError
-    assert getattr(flaw.owner, flaw.method) is before
+    assert getattr(mutant.owner, mutant.method) is before
 
 
 def test_the_runs_have_everything_in_them() -> None:
     report = Report()
-    for outcome in run_all(range(100), jobs=1, flaw=None):
+    for outcome in run_all(range(100), jobs=1, mutant=None):
         report.add(outcome)
     counts = report.counts
     for name in ("calls", "answers", "batches", "replies", "REGISTER", "ACCEPT", "DELETE", "FORGO", "REVOKE", "RECALL"):
         assert counts[name] > 20, name
     for fault in ("lost messages", "doubled messages", "timeouts", "unsent messages", "broken connections"):
         assert 10 < report.runs_with[fault] < 100, fault
-    for fault in ("interrupted sends", "partitions", "divorces", "crashes"):
+    for fault in ("interrupted sends", "partitions", "false deaths", "crashes"):
         assert 5 < report.runs_with[fault] < 100, fault
     assert {len(World(seed, tracing=False).workers) for seed in range(100)} == {2, 3, 4, 5}
 
@@ -76,17 +73,17 @@ def test_a_seed_is_always_the_same_run(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_failing_seed_prints_the_line_that_replays_it() -> None:
-    done = _command("--seeds", "60", "--jobs", "2", "--flaw", "children-not-held")
+    done = _command("--seeds", "60", "--jobs", "2", "--mutant", "children-not-held")
     assert done.returncode == 1
     line = done.stdout.splitlines()[0]
-    match = re.fullmatch(r"python -m tests\.simulation (--seed \d+ --flaw children-not-held)  # (.+)", line)
+    match = re.fullmatch(r"python -m tests\.simulation (--seed \d+ --mutant children-not-held)  # (.+)", line)
     assert match, line
     again = _command(*match[1].split())
     assert again.returncode == 1
     *trace, last = again.stdout.splitlines()
     assert last == match[2]
     assert any("drops reference" in event for event in trace)
-    failed = sum(outcome.failure is not None for outcome in run_all(range(60), jobs=1, flaw="children-not-held"))
+    failed = sum(outcome.failure is not None for outcome in run_all(range(60), jobs=1, mutant="children-not-held"))
     assert re.search(rf"^60 seeds, [\d,]+ steps, \d+ s: {failed} failed$", done.stdout, re.MULTILINE)
 
 
@@ -109,14 +106,14 @@ def test_whatever_the_machine_raises_is_a_failure(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(World, "run", fail)
     assert run(1).failure == "KeyError: 'lost'"
     monkeypatch.undo()
-    monkeypatch.setattr("tests.simulation.checks.empty", lambda world: (_ for _ in ()).throw(Violation("left")))
+    monkeypatch.setattr("tests.simulation.checks.nothing_left", lambda world: (_ for _ in ()).throw(Violation("left")))
     assert run(1).failure == "Violation: left"
 
 
 def test_the_docs_are_current() -> None:
     page = (ROOT / "docs" / "references.md").read_text()
     assert diagram.updated(page) == page, "run python -m farprop.protocol.references.diagram"
-    assert f"in {len(FLAWS)} ways" in page
+    assert f"in {len(MUTANTS)} ways" in page
 
 
 def test_the_diagrams_follow_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Simulated backward passes keep the protocol's promises, and the simulator notices when something does not."""
+"""Simulated backward passes keep the protocol's invariants, and the simulator detects planted bugs."""
 
 from __future__ import annotations
 
@@ -10,50 +10,50 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.kinds import flaws_of
-from tests.simulation.ledger import Violation
-from tests.simulation.outcome import Outcome
-from tests.simulation.passes import runtime_flaws
+from tests.simulation.harness import Outcome, Violation
+from tests.simulation.passes import runtime_mutants
 from tests.simulation.passes.forward import Graph, Node
 from tests.simulation.passes.world import World, run
-from tests.simulation.report import Report, replay, run_all
+from tests.simulation.runner import Report, mutants_of, replay, run_all
 
 ROOT = Path(__file__).parents[2]
 SEEDS = 400
-FLAWS = flaws_of("passes")
+MUTANTS = mutants_of("passes")
 
 
-def _is_of_runtime(flaw: str) -> bool:
-    function = FLAWS[flaw].replacement
-    return getattr(function, "__module__", "") == runtime_flaws.__name__
+def _is_of_runtime(mutant: str) -> bool:
+    function = MUTANTS[mutant].replacement
+    return getattr(function, "__module__", "") == runtime_mutants.__name__
 
 
-def _limit(flaw: str) -> int:
-    """Seeds within which a flaw has to be found. Those of the runtime need more than one thing to go wrong."""
-    return 2000 if _is_of_runtime(flaw) else 500
+def _limit(mutant: str) -> int:
+    """Seeds within which a mutant has to be killed. Those of the runtime need more than one thing to go wrong."""
+    return 2000 if _is_of_runtime(mutant) else 500
 
 
 def test_healthy() -> None:
-    outcomes = run_all(range(SEEDS), jobs=1, flaw=None, kind="passes")
+    outcomes = run_all(range(SEEDS), jobs=1, mutant=None, kind="passes")
     assert [replay(outcome, None) for outcome in outcomes if outcome.failure] == []
 
 
-@pytest.mark.parametrize("flaw", FLAWS)
-def test_every_flaw_is_found(flaw: str) -> None:
-    found = next((outcome for outcome in run_all(range(_limit(flaw)), jobs=1, flaw=flaw) if outcome.failure), None)
-    assert found is not None, f"{_limit(flaw)} seeds, and nothing wrong with {flaw}"
-    assert run(found.seed).failure is None, "without the flaw, nothing is wrong with that seed"
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_every_mutant_is_killed(mutant: str) -> None:
+    found = next(
+        (outcome for outcome in run_all(range(_limit(mutant)), jobs=1, mutant=mutant) if outcome.failure), None
+    )
+    assert found is not None, f"{_limit(mutant)} seeds, and nothing wrong with {mutant}"
+    assert run(found.seed).failure is None, "without the mutant, nothing is wrong with that seed"
 
 
-def test_there_are_flaws_of_both_kinds() -> None:
-    of_runtime = [flaw for flaw in FLAWS if _is_of_runtime(flaw)]
+def test_there_are_mutants_of_both_kinds() -> None:
+    of_runtime = [mutant for mutant in MUTANTS if _is_of_runtime(mutant)]
     assert len(of_runtime) >= 5
-    assert len(FLAWS) - len(of_runtime) >= 20
+    assert len(MUTANTS) - len(of_runtime) >= 20
 
 
 def test_the_runs_have_everything_in_them() -> None:
     report = Report("passes")
-    for outcome in run_all(range(200), jobs=1, flaw=None, kind="passes"):
+    for outcome in run_all(range(200), jobs=1, mutant=None, kind="passes"):
         report.add(outcome)
     for names in report.kind.lists.values():
         for name in names:
@@ -76,10 +76,10 @@ def test_a_seed_is_always_the_same_run(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_failing_seed_prints_the_line_that_replays_it() -> None:
-    done = _command("--seeds", "60", "--jobs", "2", "--flaw", "ends-though-blocked")
+    done = _command("--seeds", "60", "--jobs", "2", "--mutant", "ends-though-blocked")
     assert done.returncode == 1
     match = re.fullmatch(
-        r"python -m tests\.simulation (--seed \d+ --flaw ends-though-blocked)  # (.+)", done.stdout.splitlines()[0]
+        r"python -m tests\.simulation (--seed \d+ --mutant ends-though-blocked)  # (.+)", done.stdout.splitlines()[0]
     )
     assert match, done.stdout
     again = _command(*match[1].split())

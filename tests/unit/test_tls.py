@@ -1,4 +1,4 @@
-"""TLS on a socket: whole streams in any pieces, from several threads, and nothing that was changed on its way."""
+"""TLS on a socket: streams in pieces of any size, from several threads; altered bytes are refused."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import pytest
 from farprop.config import Settings
 from farprop.errors import ProtocolError, UsageError
 from farprop.transport.tls import Certificates, TlsSocket, channel
-from tests.support.authority import Authority
+from tests.support.certificate_authority import CertificateAuthority
 
 DONTWAIT = socket.MSG_DONTWAIT
 
 
-def connect(dialler: Certificates, listener: Certificates) -> tuple[TlsSocket, TlsSocket, bytes]:
-    """Both ends, made without sockets' help, and the listener's channel."""
+def connect(dialer: Certificates, listener: Certificates) -> tuple[TlsSocket, TlsSocket, bytes]:
+    """Both ends of a TLS connection in memory, and the listener's channel binding."""
     ours, theirs = socket.socketpair()
-    client = dialler.dial(ours)
+    client = dialer.dial(ours)
     server, listeners_channel = listener.accept(theirs)
     try:
         is_made = [False, False]
@@ -49,7 +49,7 @@ def pair() -> Iterator[tuple[TlsSocket, TlsSocket]]:
 
 
 def read_all(end: TlsSocket, count: int, largest: int = 1 << 20) -> bytes:
-    """As a reader does that polls its socket."""
+    """Read like a connection that polls its socket."""
     received = bytearray()
     while len(received) < count:
         if not end.has_more:
@@ -65,7 +65,7 @@ def read_all(end: TlsSocket, count: int, largest: int = 1 << 20) -> bytes:
 
 
 def write_all(end: TlsSocket, parts: list[bytes]) -> None:
-    """As a sender does that must not block."""
+    """Send like a connection that must not block."""
     views = [memoryview(part) for part in parts]
     while views or end.unsent:
         try:
@@ -162,7 +162,7 @@ def test_the_end_of_the_stream_and_what_is_no_tls() -> None:
     with ours, theirs:
         server, _ = Certificates(None).accept(theirs)
         with pytest.raises(ProtocolError, match="no TLS connection could be made"):
-            server.handshake(b"FARPROP\n\2\0" + bytes(32))
+            server.handshake(b"FARPROP\n\3\0" + bytes(32))
         with pytest.raises(UsageError, match="can't be passed"):
             server.sendmsg([b"x"], [(1, 1, b"")])
 
@@ -171,19 +171,19 @@ def test_the_end_of_the_stream_and_what_is_no_tls() -> None:
 
 
 def test_certificates_of_ones_own_must_be_signed_by_the_authority(tmp_path: Path) -> None:
-    ours, other = Authority(tmp_path, "ours"), Authority(tmp_path, "other")
+    ours, other = CertificateAuthority(tmp_path, "ours"), CertificateAuthority(tmp_path, "other")
     one, two = Certificates(ours.issue("one")), Certificates(ours.issue("two"))
     client, server, seen = connect(one, two)
     with closing(client), closing(server):
         assert client.peer_channel() == seen == channel(client._tls.getpeercert(binary_form=True))
     stranger = Certificates(other.issue("stranger"))
-    for dialler, listener in ((stranger, one), (one, stranger), (Certificates(None), one), (one, Certificates(None))):
+    for dialer, listener in ((stranger, one), (one, stranger), (Certificates(None), one), (one, Certificates(None))):
         with pytest.raises(ProtocolError, match="no TLS connection"):
-            connect(dialler, listener)
+            connect(dialer, listener)
 
 
 def test_files_that_can_t_be_used_are_said_at_the_start(tmp_path: Path) -> None:
-    certificate, key, ca = Authority(tmp_path, "ours").issue("one")
+    certificate, key, ca = CertificateAuthority(tmp_path, "ours").issue("one")
     for files in ((certificate, "/nowhere", ca), (key, key, ca), (certificate, key, "/nowhere")):
         with pytest.raises(UsageError, match="FARPROP_TLS_CERT.*can't be used"):
             Certificates(files)

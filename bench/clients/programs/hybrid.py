@@ -63,7 +63,7 @@ def train(trainer: int, port: int, words: int, width: int, steps: int) -> dict[s
     return {"losses": losses, "table": table, "dense": dense}
 
 
-def work(rank: int, port: int, words: int, width: int, steps: int) -> tuple[float, Any] | None:
+def run_worker(rank: int, port: int, words: int, width: int, steps: int) -> tuple[float, Any] | None:
     if rank:
         return None
     clock = job.Clock()
@@ -77,4 +77,4 @@ def work(rank: int, port: int, words: int, width: int, steps: int) -> tuple[floa
 
 if __name__ == "__main__":
     words, width, steps = (40, 8, 3) if job.tiny() else (2000, 128, 200)
-    job.run(work, ["master", "server", "trainer0", "trainer1"], job.free_port(), words, width, steps)
+    job.run(run_worker, ["master", "server", "trainer0", "trainer1"], job.free_port(), words, width, steps)

@@ -48,13 +48,13 @@ def report(seconds: float, values: Any) -> None:
     print(RESULT + json.dumps({"seconds": seconds, "values": values}), flush=True)
 
 
-def run(work: Callable[..., tuple[float, Any] | None], names: Sequence[str], *args: Any) -> None:
-    """Run ``work(rank, *args)`` on workers of these names. The first returns the result: seconds, and values."""
+def run(run_worker: Callable[..., tuple[float, Any] | None], names: Sequence[str], *args: Any) -> None:
+    """Run ``run_worker(rank, *args)`` on workers of these names. The first returns the result: seconds, and values."""
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
     port = free_port()
     workers = [
-        context.Process(target=_worker, args=(rank, port, results, work, list(names), args), daemon=True)
+        context.Process(target=_worker, args=(rank, port, results, run_worker, list(names), args), daemon=True)
         for rank in range(len(names))
     ]
     for worker in workers:
@@ -72,12 +72,12 @@ def run(work: Callable[..., tuple[float, Any] | None], names: Sequence[str], *ar
 
 
 def _worker(
-    rank: int, port: int, results: Any, work: Callable[..., Any], names: Sequence[str], args: Sequence[Any]
+    rank: int, port: int, results: Any, run_worker: Callable[..., Any], names: Sequence[str], args: Sequence[Any]
 ) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     rpc.init_rpc(names[rank], rank=rank, world_size=len(names), rpc_backend_options=options(port))
-    result = work(rank, *args)
+    result = run_worker(rank, *args)
     rpc.shutdown()
     if rank == 0:
         results.put(result)

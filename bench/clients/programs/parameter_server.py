@@ -68,7 +68,7 @@ def train(server: Any, trainer: int, width: int, steps: int) -> list[float]:
     return losses
 
 
-def work(rank: int, width: int, steps: int) -> tuple[float, Any] | None:
+def run_worker(rank: int, width: int, steps: int) -> tuple[float, Any] | None:
     if rank:
         return None
     server = rpc.RRef(Server(width))
@@ -88,4 +88,4 @@ def work(rank: int, width: int, steps: int) -> tuple[float, Any] | None:
 
 if __name__ == "__main__":
     width, steps = (32, 5) if job.tiny() else (512, 250)
-    job.run(work, ["server", *(f"trainer{trainer}" for trainer in range(TRAINERS))], width, steps)
+    job.run(run_worker, ["server", *(f"trainer{trainer}" for trainer in range(TRAINERS))], width, steps)

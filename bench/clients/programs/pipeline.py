@@ -54,7 +54,7 @@ class Pipeline:
         return torch.cat(torch.futures.wait_all(outputs))
 
 
-def work(rank: int, width: int, batch: int, pieces: int, steps: int) -> tuple[float, Any] | None:
+def run_worker(rank: int, width: int, batch: int, pieces: int, steps: int) -> tuple[float, Any] | None:
     if rank:
         return None
     pipeline = Pipeline(width, pieces)
@@ -76,4 +76,4 @@ def work(rank: int, width: int, batch: int, pieces: int, steps: int) -> tuple[fl
 
 if __name__ == "__main__":
     width, batch, pieces, steps = (16, 8, 2, 3) if job.tiny() else (512, 256, 8, 80)
-    job.run(work, ["master", "part0", "part1"], width, batch, pieces, steps)
+    job.run(run_worker, ["master", "part0", "part1"], width, batch, pieces, steps)

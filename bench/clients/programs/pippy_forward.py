@@ -26,7 +26,7 @@ class Model(nn.Module):
         return self.second(values).tanh()
 
 
-def work(rank: int, width: int, rounds: int) -> tuple[float, Any] | None:
+def run_worker(rank: int, width: int, rounds: int) -> tuple[float, Any] | None:
     if rank:
         return None
     pipe = Pipe.from_tracing(Model(width), MultiUseParameterConfig.REPLICATE)
@@ -48,4 +48,4 @@ def work(rank: int, width: int, rounds: int) -> tuple[float, Any] | None:
 
 if __name__ == "__main__":
     width, rounds = (16, 2) if job.tiny() else (512, 30)
-    job.run(work, ["worker0", "worker1"], width, rounds)
+    job.run(run_worker, ["worker0", "worker1"], width, rounds)

@@ -16,7 +16,7 @@ from bench.clients.programs import job
 PARTS = 2
 
 
-def work(rank: int, port: int, results: Any, nodes: int, width: int, rounds: int) -> None:
+def run_worker(rank: int, port: int, results: Any, nodes: int, width: int, rounds: int) -> None:
     torch.set_num_threads(1)
     context = DistContext(rank=rank, global_rank=rank, world_size=PARTS, global_world_size=PARTS, group_name="features")
     pyg.init_rpc(context, "127.0.0.1", port)
@@ -27,7 +27,7 @@ def work(rank: int, port: int, results: Any, nodes: int, width: int, rounds: int
     store.put_tensor(features, group_name=None, attr_name="x")
     store.num_partitions, store.partition_idx, store.local_only = PARTS, rank, False
     store.node_feat_pb = torch.arange(PARTS).repeat_interleave(nodes)
-    store.meta = {"edge_types": None, "node_types": None, "is_hetero": False, "num_parts": PARTS}
+    store.payload = {"edge_types": None, "node_types": None, "is_hetero": False, "num_parts": PARTS}
     router = pyg.RPCRouter(pyg.rpc_partition_to_workers(context, PARTS, rank))
     store.set_rpc_router(router)
     pyg.global_barrier()  # or the other worker may ask for features before this one can answer
@@ -48,7 +48,7 @@ if __name__ == "__main__":
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
     port = job.free_port()
-    workers = [context.Process(target=work, args=(rank, port, results, *size)) for rank in range(PARTS)]
+    workers = [context.Process(target=run_worker, args=(rank, port, results, *size)) for rank in range(PARTS)]
     for worker in workers:
         worker.start()
     for worker in workers:

@@ -93,7 +93,7 @@ class Agent:
         return [parameter.norm().item() for parameter in self._policy.parameters()]
 
 
-def work(rank: int, episodes: int, steps: int) -> tuple[float, Any] | None:
+def run_worker(rank: int, episodes: int, steps: int) -> tuple[float, Any] | None:
     if rank:
         return None
     agent = Agent()
@@ -105,4 +105,4 @@ def work(rank: int, episodes: int, steps: int) -> tuple[float, Any] | None:
 
 if __name__ == "__main__":
     episodes, steps = (2, 5) if job.tiny() else (20, 100)
-    job.run(work, ["agent", *(f"observer{number}" for number in range(OBSERVERS))], episodes, steps)
+    job.run(run_worker, ["agent", *(f"observer{number}" for number in range(OBSERVERS))], episodes, steps)

@@ -62,7 +62,7 @@ class Model(nn.Module):
         return [*remote, *(rpc.RRef(parameter) for parameter in self.recurrent.parameters())]
 
 
-def work(rank: int, words: int, width: int, length: int, steps: int) -> tuple[float, Any] | None:
+def run_worker(rank: int, words: int, width: int, length: int, steps: int) -> tuple[float, Any] | None:
     if rank:
         return None
     batch = 16
@@ -87,4 +87,4 @@ def work(rank: int, words: int, width: int, length: int, steps: int) -> tuple[fl
 
 if __name__ == "__main__":
     words, width, length, steps = (50, 16, 4, 3) if job.tiny() else (2000, 128, 20, 60)
-    job.run(work, ["trainer", "server"], words, width, length, steps)
+    job.run(run_worker, ["trainer", "server"], words, width, length, steps)

@@ -28,7 +28,7 @@ def length(buffer: Any) -> int:
     return len(buffer.local_value())
 
 
-def work(rank: int, rounds: int, width: int) -> tuple[float, Any] | None:
+def run_worker(rank: int, rounds: int, width: int) -> tuple[float, Any] | None:
     if rank:
         return None
     buffer = rpc.remote("buffer", Buffer, args=(1024,))
@@ -52,4 +52,4 @@ def work(rank: int, rounds: int, width: int) -> tuple[float, Any] | None:
 
 if __name__ == "__main__":
     rounds, width = (3, 16) if job.tiny() else (500, 1024)
-    job.run(work, ["trainer", "buffer"], rounds, width)
+    job.run(run_worker, ["trainer", "buffer"], rounds, width)

@@ -16,16 +16,14 @@ from types import TracebackType
 
 import torch
 
-from farprop.autograd.modes import get_mode, set_mode
-from farprop.autograd.modes import is_fast as _is_fast
 from farprop.errors import UsageError
 from farprop.rpc.options import checked_timeout
-from farprop.runtime.current import current_agent
-from farprop.runtime.gradients.contexts import Context as DistAutogradContext
-from farprop.runtime.gradients.contexts import current_context
-from farprop.runtime.gradients.roots import backward_from
-from farprop.runtime.gradients.space import GradientSpace
-from farprop.runtime.uncompiled import uncompiled
+from farprop.runtime import agent_registry
+from farprop.runtime.agent_registry import current_agent
+from farprop.runtime.autograd.contexts import Context as DistAutogradContext
+from farprop.runtime.autograd.contexts import current_context
+from farprop.runtime.autograd.driver import BackwardDriver
+from farprop.runtime.dynamo_disable import uncompiled
 
 __all__ = [
     "DistAutogradContext",
@@ -38,11 +36,16 @@ __all__ = [
     "set_mode",
 ]
 
+_MODES = ("smart", "fast")
+
 
 class context:  # noqa: N801
-    """``with context() as context_id:`` records the calls of a forward pass, for :func:`backward`.
+    """Records the calls of a forward pass for :func:`backward`: ``with context() as context_id:``.
 
-    Everything that the context holds, here and on other workers, is let go of at its end.
+    At its end every worker releases the graphs and gradients of the context.
+
+    Raises:
+        UsageError: This thread is in a context already.
     """
 
     @uncompiled
@@ -66,59 +69,113 @@ def backward(
     mode: str | None = None,
     timeout: float | None = None,
 ) -> None:
-    """Run the backward pass from ``roots`` through every worker that the forward pass touched.
+    """Run the backward pass from ``roots`` through every worker that took part in the forward pass.
 
-    Gradients of leaves are added up in the context, on the worker where the leaf is; ``.grad`` is left alone.
+    The gradient of a leaf is accumulated in the context, on the worker that has the leaf. ``.grad`` is not touched.
+    After an error the context has the gradients that it had before the pass.
 
     Args:
-        context_id: what ``context()`` gave.
-        roots: scalars, each the result of a computation that requires grad.
-        retain_graph: keep the graphs, here and elsewhere, for another pass.
-        mode: ``"smart"`` (default) or ``"fast"``; unset, that of :func:`set_mode`. FAST waits for ever if the result of
-            any call was not used.
-        timeout: seconds that the pass may take; 0 for no limit. Unset, the timeout of calls holds.
+        context_id: The id that ``context()`` returned.
+        roots: Scalars, each the result of a computation that requires grad.
+        retain_graph: Whether to keep the graphs of all workers for another pass.
+        mode: ``"smart"`` or ``"fast"``. By default the mode of :func:`set_mode`. In FAST mode the pass waits until its
+            timeout if the result of any call was not used.
+        timeout: The seconds that the pass may take; 0 disables the timeout. By default the timeout of calls.
 
-    Raises what a backward function raised here; ``BackwardError`` for one on another worker; ``ConnectionLostError``
-    when a worker is gone; ``RpcTimeoutError``. After an error the context has the gradients that it had before.
+    Raises:
+        TypeError: ``context_id`` is not an int, or ``roots`` is not a list or tuple.
+        UsageError: There is no such context, or a root has no graph.
+        BackwardError: A backward function or hook raised on another worker.
+        ConnectionLostError: A worker is gone.
+        RpcTimeoutError: The pass took longer than its timeout.
+        Exception: What a backward function or hook raised in this worker's own graph.
+
+    Example:
+        ``dist_autograd.backward(context_id, [loss])``
     """
     if type(context_id) is not int or not isinstance(roots, list | tuple):
         raise TypeError(
             "backward(): incompatible function arguments: it takes a context id, which is an int, and a list of "
             f"tensors, but got {type(context_id).__name__} and {type(roots).__name__}."
         )
-    agent = current_agent()
-    seconds = agent.rpc_timeout if timeout is None else checked_timeout(timeout)
-    backward_from(agent.gradients, context_id, roots, retain_graph, _is_fast(mode), seconds)
+    agent = agent_registry.installed
+    if agent is None:
+        agent = current_agent()  # raises
+    seconds = agent.services.rpc_timeout if timeout is None else checked_timeout(timeout)
+    fast = (agent.autograd_mode if mode is None else _checked_mode(mode)) == "fast"
+    agent.gradients.backward(context_id, roots, retain_graph, fast, seconds)
 
 
 class detect_anomaly(torch.autograd.detect_anomaly):  # noqa: N801
-    """``with detect_anomaly():`` around a forward and a backward pass finds the node that fails or gives NaN.
+    """Finds the node that fails or returns NaN: ``with detect_anomaly():`` around a forward and a backward pass.
 
-    The error of ``backward`` then shows the line of the forward pass that the node is of, on the worker where it ran,
-    and the calls that led there. It is slow. Torch's own ``detect_anomaly`` does the same here.
+    The error of ``backward`` then shows the line of the forward pass that created the node, on the worker where it ran,
+    and the calls that led there. It is slow. Torch's own ``detect_anomaly`` has the same effect.
+
+    Args:
+        check_nan: Whether NaN in a gradient is an error.
     """
 
 
 @uncompiled
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-    """The gradients that the context has for leaves of this worker, by leaf."""
-    found = _space().contexts.find(context_id)
+    """Get the gradients of this worker's leaves.
+
+    Args:
+        context_id: The id of the context.
+
+    Returns:
+        The gradients by leaf.
+
+    Raises:
+        UsageError: This worker does not have the context.
+    """
+    found = _driver().contexts.find(context_id)
     with found.lock:
         return dict(found.gradients)
 
 
-def _space() -> GradientSpace:
+def set_mode(mode: str) -> None:
+    """Set the mode of this worker's backward passes that give none.
+
+    It is initially that of ``FARPROP_AUTOGRAD_MODE``, or SMART.
+
+    Args:
+        mode: ``"smart"`` or ``"fast"``.
+
+    Raises:
+        UsageError: There is no such mode.
+    """
+    current_agent().autograd_mode = _checked_mode(mode)
+
+
+def get_mode() -> str:
+    """Get the mode of this worker's backward passes that give none.
+
+    Returns:
+        ``"smart"`` or ``"fast"``.
+    """
+    return current_agent().autograd_mode
+
+
+def _checked_mode(mode: str) -> str:
+    if mode not in _MODES:
+        raise UsageError(f"There is no mode {mode!r} of backward passes. Use 'smart' or 'fast'.")
+    return mode
+
+
+def _driver() -> BackwardDriver:
     return current_agent().gradients
 
 
-# Under torch's names
+# Torch's private names
 
 
 def _new_context() -> DistAutogradContext:
-    """A new context, current for this thread."""
+    """Make a new context and make it current in this thread."""
     if current_context.get() is not None:
         raise UsageError("Already have an autograd context id for this thread. Contexts can't be nested.")
-    made = _space().contexts.new()
+    made = _driver().contexts.new()
     current_context.set(made)
     return made
 
@@ -132,37 +189,41 @@ def _current_context() -> DistAutogradContext:
 
 
 def _is_valid_context(context_id: int) -> None:
-    """Raises if this worker does not have a context with this id."""
-    _space().contexts.find(context_id)
+    """Raise ``UsageError`` if this worker does not have a context with this id."""
+    _driver().contexts.find(context_id)
 
 
 def _retrieve_context(context_id: int) -> DistAutogradContext:
-    """The context with this id, if this worker has it."""
-    return _space().contexts.find(context_id)
+    """The context with this id; raises ``UsageError`` if this worker does not have it."""
+    return _driver().contexts.find(context_id)
 
 
 def _release_context(context_id: int) -> None:
-    """End a context, here and on every worker that knows it."""
+    """Release a context on every worker that has it."""
     found = current_context.get()
     if found is not None and found._context_id() == context_id:
         current_context.set(None)
-    _space().release(context_id)
+    _driver().release(context_id)
 
 
 def _init(worker_id: int) -> None:
-    """Torch's backends call it for a new worker. Here ``init_rpc`` does all that there is to do."""
+    """Do nothing. Torch's backends call it for a new worker; here ``init_rpc`` does everything."""
 
 
 def _get_max_id() -> int:
     """The largest id that a context of this worker can have."""
-    return _space().contexts.max_id
+    return _driver().contexts.max_id
 
 
 def _get_debug_info() -> dict[str, int]:
     """Counts of passes and contexts."""
-    return _space().debug_info()
+    return _driver().debug_info()
 
 
 def is_available() -> bool:
-    """Torch's builds may lack its own; this one is always there."""
+    """Whether distributed autograd is available. Always true, unlike in some builds of torch.
+
+    Returns:
+        True.
+    """
     return True

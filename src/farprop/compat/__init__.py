@@ -2,8 +2,8 @@
 
 ``farprop.compat.install()`` at the top of a script, or ``python -m farprop.compat script.py``, makes
 ``torch.distributed.rpc``, ``torch.distributed.autograd``, ``torch.distributed.nn.RemoteModule``,
-``torch.distributed.optim.DistributedOptimizer`` and ``torch.nn.parallel.DistributedDataParallel`` stand for farprop's
-in this process. What your own modules took from torch before ``install()`` stays torch's, so call it first.
+``torch.distributed.optim.DistributedOptimizer`` and ``torch.nn.parallel.DistributedDataParallel`` refer to farprop's in
+this process. Names that your own modules imported from torch before ``install()`` stay torch's, so call it first.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-import threading
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -21,13 +20,13 @@ import torch
 import torch.distributed
 import torch.futures
 
-from farprop.compat.barriers import monitored_barrier
-from farprop.compat.futures import wait_all
+from farprop.compat.torch_functions import monitored_barrier, wait_all
+from farprop.locks import make_lock
 
 __all__ = ["install"]
 
-# What farprop does not have is left to torch. The rest of torch.distributed.nn and torch.distributed.optim is about
-# process groups, and stays torch's.
+# Torch's modules, and the modules that replace them. The rest of torch.distributed.nn and torch.distributed.optim is
+# about process groups, and stays torch's.
 _REPLACEMENTS: Final = {
     "torch.distributed.rpc": "farprop.rpc",
     "torch.distributed.autograd": "farprop.autograd",
@@ -35,15 +34,15 @@ _REPLACEMENTS: Final = {
     "torch.distributed.optim.optimizer": "farprop.optim.optimizer",
 }
 
-# Where torch's own names of these modules come from: the modules, and the C++ modules under them.
+# The modules that define what is replaced: the Python modules, and the C++ modules under them.
 _OWNERS: Final = (*_REPLACEMENTS, "torch._C._distributed_rpc", "torch._C._distributed_autograd")
 _NOTHING: Final = object()
-_lock: Final = threading.Lock()
+_lock: Final = make_lock("compat")
 _installed = False
 
 
 class _AliasLoader(importlib.abc.Loader):
-    """Gives the import system a module that already exists under another name."""
+    """Loads a module under a second name."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -55,15 +54,15 @@ class _AliasLoader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        # The import system has just written the alias over the module's own spec.
+        # The import system has just replaced the module's own spec with the alias's.
         module.__spec__ = self._spec
 
 
 class _AliasFinder(importlib.abc.MetaPathFinder):
-    """Finds ``torch.distributed.rpc.x`` as ``farprop.rpc.x``, on demand.
+    """Finds ``farprop.rpc.x`` when ``torch.distributed.rpc.x`` is imported.
 
-    On demand because importing some submodules has effects (``_testing`` registers a backend), and because
-    without this Python would load ``farprop/rpc/x.py`` a second time under torch's name.
+    Submodules are not imported beforehand, because some have side effects (``_testing`` registers a backend). Without
+    this finder Python would load ``farprop/rpc/x.py`` a second time under torch's name.
     """
 
     def find_spec(
@@ -79,7 +78,7 @@ class _AliasFinder(importlib.abc.MetaPathFinder):
 
 
 class _Changes:
-    """What was changed in torch and in the import system, so that it can be undone."""
+    """Changes to torch and to the import system, which can be undone."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
@@ -87,45 +86,47 @@ class _Changes:
     def set(self, owner: Any, name: str, value: object) -> None:
         """Set an attribute."""
         old = vars(owner).get(name, _NOTHING)
-        self._made(lambda: vars(owner).pop(name, None) if old is _NOTHING else setattr(owner, name, old))
+        self._on_undo(lambda: vars(owner).pop(name, None) if old is _NOTHING else setattr(owner, name, old))
         setattr(owner, name, value)
 
     def set_module(self, name: str, module: types.ModuleType | None) -> types.ModuleType | None:
-        """Put a module under a name, or take away what is there; returns what was there."""
+        """Register a module under a name, or remove the one that is there; returns the old one."""
         old = sys.modules.pop(name, None)
-        self._made(lambda: sys.modules.pop(name, None) if old is None else sys.modules.update({name: old}))
+        self._on_undo(lambda: sys.modules.pop(name, None) if old is None else sys.modules.update({name: old}))
         if module is not None:
             sys.modules[name] = module
         return old
 
-    def find_with(self, finder: importlib.abc.MetaPathFinder) -> None:
-        """Have modules looked for here first."""
-        self._made(lambda: sys.meta_path.remove(finder) if finder in sys.meta_path else None)
+    def add_finder(self, finder: importlib.abc.MetaPathFinder) -> None:
+        """Make a finder the first one that is asked."""
+        self._on_undo(lambda: sys.meta_path.remove(finder) if finder in sys.meta_path else None)
         sys.meta_path.insert(0, finder)
 
-    def teach_torchscript(self) -> None:
-        """Put farprop's hooks into TorchScript, if that can be done."""
-        # By its name: it is a layer above.
+    def hook_torchscript(self) -> None:
+        """Install farprop's hooks in TorchScript, if this torch allows it."""
+        # Imported by name, because it is in a higher layer.
         was_there = "farprop.jit" in sys.modules
         jit = importlib.import_module("farprop.jit")
         if jit._install() or not was_there:
-            self._made(jit._uninstall)
+            self._on_undo(jit._uninstall)
 
-    def _made(self, undo: Callable[[], object]) -> None:
-        # Before the change itself: an interrupt may come between the two, and to undo what was not done is harmless.
+    def _on_undo(self, undo: Callable[[], object]) -> None:
+        # Called before the change: an interrupt may come between the two, and undoing a change not made is harmless.
         self._undo.append(undo)
 
     def undo(self) -> None:
-        """Put everything back."""
+        """Undo all changes, the last one first."""
         while self._undo:
             self._undo.pop()()
 
 
 def install() -> None:
-    """Make ``torch.distributed.rpc``, ``autograd``, ``nn.RemoteModule`` and ``optim.DistributedOptimizer`` farprop's.
+    """Replace torch's RPC, distributed autograd, RemoteModule, DistributedOptimizer and DDP with farprop's.
 
-    So are ``torch.nn.parallel.DistributedDataParallel``, ``torch.futures.wait_all`` and
-    ``torch.distributed.monitored_barrier``. A second call does nothing. If it raises, torch is as it was.
+    The names are ``torch.distributed.rpc``, ``torch.distributed.autograd``, ``torch.distributed.nn.RemoteModule``,
+    ``torch.distributed.optim.DistributedOptimizer``, ``torch.nn.parallel.DistributedDataParallel``,
+    ``torch.futures.wait_all`` and ``torch.distributed.monitored_barrier``. A second call does nothing. If the call
+    raises, torch is unchanged.
     """
     global _installed
     with _lock:
@@ -141,24 +142,24 @@ def install() -> None:
 
 
 def _install(changes: _Changes) -> None:
-    # Optimizers and torch.compile end up importing this, and it takes private names from the RPC when it is imported.
-    # Import it while it finds all of torch's; what it took is made ours below.
-    with contextlib.suppress(ImportError):  # of a torch without it, which then nobody imports
+    # Optimizers and torch.compile import this module at some point, and it imports private names of torch's RPC. So it
+    # is imported now, while it still finds them; _rebind points them at farprop's below.
+    with contextlib.suppress(ImportError):  # this torch may not have the module
         importlib.import_module("torch.distributed.nn")
-    # What is in a package that nobody has imported yet is found by the finder when somebody does:
-    # torch.distributed.optim takes seconds to import, and most programs don't need it.
+    # Modules of packages that are not imported yet are left to the finder: torch.distributed.optim takes seconds to
+    # import, and most programs don't need it.
     ours = {
         theirs: importlib.import_module(name)
         for theirs, name in _REPLACEMENTS.items()
         if _exists(name) and theirs.rpartition(".")[0] in sys.modules
     }
     parallel = importlib.import_module("farprop.nn.parallel")
-    changes.teach_torchscript()
-    # Nothing below imports anything.
+    changes.hook_torchscript()
+    # From here on nothing is imported.
     replaced: dict[str, types.ModuleType] = {}
     for theirs, module in ours.items():
         replaced |= _replace(changes, theirs, module)
-    changes.find_with(_AliasFinder())
+    changes.add_finder(_AliasFinder())
     _rebind(changes, replaced)
     changes.set(torch.futures, "wait_all", wait_all)
     for owner in (torch.distributed, torch.distributed.distributed_c10d):
@@ -175,8 +176,8 @@ def _within(name: str, package: str) -> bool:
 
 
 def _replace(changes: _Changes, theirs: str, ours: types.ModuleType) -> dict[str, types.ModuleType]:
-    """Put our module, and those in it if it is a package, under their name; return their modules by name."""
-    # All of their modules go, also those we have no counterpart of: half torch, half farprop helps nobody.
+    """Register our module and its submodules under their name; returns their modules by name."""
+    # All of their modules are removed, also those without a counterpart here: a mixture would not work.
     replaced: dict[str, types.ModuleType] = {}
     for name in list(sys.modules):
         if _within(name, theirs):
@@ -192,19 +193,19 @@ def _replace(changes: _Changes, theirs: str, ours: types.ModuleType) -> dict[str
 
 
 def _replace_class(changes: _Changes, theirs: type, ours: type) -> None:
-    """Put our class where torch's modules have theirs; the module that theirs is from has other things."""
+    """Replace a class wherever torch's modules refer to it; the rest of its module stays torch's."""
     for name, found in list(sys.modules.items()):
         if _within(name, "torch") and getattr(found, "__dict__", {}).get(theirs.__name__) is theirs:
             changes.set(found, theirs.__name__, ours)
 
 
 def _rebind(changes: _Changes, replaced: dict[str, types.ModuleType]) -> None:
-    """Point the names that torch's own modules took from the replaced modules at ours.
+    """Point names that torch's own modules imported from the replaced modules at ours.
 
-    ``torch.nn.parallel.distributed`` and ``torch.jit.annotations``, for two, have taken ``RRef`` by the time
+    For example, ``torch.nn.parallel.distributed`` and ``torch.jit.annotations`` have imported ``RRef`` by the time
     ``import torch`` returns.
     """
-    # The value keeps its old owner next to it, so that no id is reused while we look.
+    # Keyed by the id of the old object. The old object is kept in the value, so that its id is not reused.
     ours: dict[int, tuple[object, object]] = {}
     for name, module in replaced.items():
         new = sys.modules.get(name)
@@ -212,7 +213,7 @@ def _rebind(changes: _Changes, replaced: dict[str, types.ModuleType]) -> None:
             continue
         ours[id(module)] = (module, new)
         for attribute, value in vars(module).items():
-            # Only what is the module's own (classes, functions, instances of its classes), not its imports.
+            # Only what the module defines (classes, functions, instances of its classes), not what it imports.
             owner = getattr(value, "__module__", None)
             own = isinstance(owner, str) and any(_within(owner, known) for known in _OWNERS)
             if own and hasattr(new, attribute):

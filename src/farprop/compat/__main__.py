@@ -1,4 +1,4 @@
-"""``python -m farprop.compat script.py ...``: run a program with its ``torch.distributed.rpc`` on farprop."""
+"""``python -m farprop.compat script.py ...``: run a program with farprop in place of ``torch.distributed.rpc``."""
 
 import os
 import sys
@@ -16,6 +16,7 @@ those it starts with multiprocessing or torch.multiprocessing. With torchrun, it
 
 
 def main(arguments: list[str]) -> int:
+    """Run the command line; returns the exit code."""
     if arguments[:1] in (["-h"], ["--help"]):
         print(USAGE)
         return 0

@@ -1,4 +1,4 @@
-"""The main module of processes that a program under ``python -m farprop.compat`` starts (see ``_main``)."""
+"""The main module of child processes that a program under ``python -m farprop.compat`` starts (see ``_main``)."""
 
 from farprop.compat import _main, install
 

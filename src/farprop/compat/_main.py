@@ -1,10 +1,10 @@
-"""Running a script or module as ``__main__``, here and again in the children that multiprocessing starts.
+"""Running a script or module as ``__main__``, in this process and again in child processes.
 
-multiprocessing (spawn and forkserver) gives a child the parent's main module by running it again, before it
-unpickles what the child is to do. If the main module has a ``__spec__``, it runs the module of that *name*:
-that is how it follows ``python -m``. So the user's program gets a spec that names ``farprop.compat._child``.
-That module redirects and then runs the program, which it finds through an environment variable. Nothing of
-multiprocessing is patched, and grandchildren go the same way.
+With spawn and forkserver, multiprocessing runs the parent's main module again in a child, before it unpickles the
+child's task. If the main module has a ``__spec__``, it runs the module of that *name*, which is how it supports
+``python -m``. So the user's program gets a spec that names ``farprop.compat._child``. That module calls ``install()``
+and then runs the program, which it finds through an environment variable. Nothing of multiprocessing is patched, and
+it works for grandchildren, too.
 """
 
 import importlib.abc
@@ -22,7 +22,7 @@ _CHILD: Final = "farprop.compat._child"
 
 
 class _MainSpec(importlib.machinery.ModuleSpec):
-    """Names the child's module, but leaves relative imports of the program as they are without it."""
+    """Names the child's module, and keeps the program's own package for its relative imports."""
 
     def __init__(self, package: str) -> None:
         super().__init__(_CHILD, None)
@@ -34,7 +34,7 @@ class _MainSpec(importlib.machinery.ModuleSpec):
 
 
 def run_script(path: str, arguments: list[str]) -> None:
-    """What ``python path arguments...`` does."""
+    """Do what ``python path arguments...`` does."""
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec")
     os.environ[VARIABLE] = "path:" + os.path.abspath(path)
@@ -45,7 +45,7 @@ def run_script(path: str, arguments: list[str]) -> None:
 
 
 def run_module(name: str, arguments: list[str]) -> None:
-    """What ``python -m name arguments...`` does."""
+    """Do what ``python -m name arguments...`` does."""
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         name += ".__main__"
@@ -60,16 +60,16 @@ def run_module(name: str, arguments: list[str]) -> None:
 
 
 def run_again() -> dict[str, Any]:
-    """Run the program in a child, as multiprocessing would have; return its names."""
+    """Run the program in a child, as multiprocessing would have; returns its globals."""
     kind, _, name = os.environ.get(VARIABLE, "").partition(":")
     if not name or name.endswith(".__main__"):
-        # Python doesn't run the __main__ of a package again either: it rarely has a guard.
+        # Neither does multiprocessing run the __main__ of a package again: it rarely has a guard.
         return {}
     if kind == "path":
         names = runpy.run_path(name, run_name="__mp_main__")
     else:
         names = runpy.run_module(name, run_name="__mp_main__", alter_sys=True)
-    # The child keeps its own spec, by which its own children find it.
+    # The child keeps its own __spec__, which its own children need.
     return {key: value for key, value in names.items() if not (key.startswith("__") and key.endswith("__"))}
 
 
@@ -82,6 +82,6 @@ def _run(code: types.CodeType, path: str, package: str | None) -> None:
         __cached__=None,
         __spec__=_MainSpec(package or ""),
     )
-    # multiprocessing made the second name for our own main module when it was imported.
+    # multiprocessing registered farprop's own main module under the second name when it was imported.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     exec(code, vars(main))

@@ -9,11 +9,9 @@
         def recv(self, tensors, src, tag): ...
 """
 
-from farprop.distributed.counting import CountingProcessGroup
-from farprop.distributed.faulty import FaultyProcessGroup
-from farprop.distributed.group import ProcessGroup
-from farprop.distributed.lonely import LonelyProcessGroup
+from farprop.distributed.example_groups import CountingProcessGroup, FaultyProcessGroup, LonelyProcessGroup
 from farprop.distributed.native import NativeProcessGroup  # registers the backend "farprop"
+from farprop.distributed.process_group import ProcessGroup
 from farprop.distributed.work import Work, work_from_future
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What torch passes to collectives. Most have several forms: with options, or with the few that matter, one by one."""
+"""What torch passes to collectives. Most have two forms: with an options object, or with single arguments."""
 
 from __future__ import annotations
 
@@ -12,35 +12,39 @@ from farprop.errors import UsageError
 
 
 def as_list(tensors: Any) -> list[torch.Tensor]:
-    """One tensor, or a list of them, as a list."""
+    """A list of tensors, from a tensor or a list."""
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
 def as_lists(lists: Any, tensors: Any) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
-    """A list for each tensor, and the tensors; or one list, and one tensor."""
+    """A list of tensors for each tensor, and the tensors; from the same, or from one list and one tensor."""
     if isinstance(tensors, torch.Tensor):
         return [list(lists)], [tensors]
     return [list(one) for one in lists], list(tensors)
 
 
 def operation(opts: Any) -> Any:
-    """The reduction's operation."""
+    """The operation of a reduction, from options, an operation, or None for a sum."""
     return ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
 
 
 def root(opts: Any) -> int:
-    """The rank of the group that a broadcast and the like are from, or to."""
+    """The root of a broadcast, reduce, gather or scatter, from options, a rank, or None for rank 0."""
     return int(getattr(opts, "rootRank", opts or 0))
 
 
 def time_limit(opts: Any, default: timedelta) -> timedelta:
-    """How long the collective may take. Torch says that it was not given by a negative one."""
+    """The timeout in the options, or the default. Torch passes a negative one if the user gave none."""
     given = getattr(opts, "timeout", None)
     return given if isinstance(given, timedelta) and given > timedelta(0) else default
 
 
 def pieces(tensor: torch.Tensor, like: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """The part of each rank in a tensor that is those of all ranks, one after the other."""
+    """Views of a tensor that holds the tensors of all ranks one after the other.
+
+    Raises:
+        UsageError: its size is not that of ``size`` tensors like ``like``.
+    """
     if tensor.numel() != like.numel() * size:
         raise UsageError(
             f"A tensor of {tensor.numel()} elements can't hold one of {like.numel()} for each of {size} ranks. "
@@ -50,7 +54,11 @@ def pieces(tensor: torch.Tensor, like: torch.Tensor, size: int) -> list[torch.Te
 
 
 def split(tensor: torch.Tensor, sizes: list[int], size: int) -> list[torch.Tensor]:
-    """The part of each rank along the first dimension: of these sizes, or all the same."""
+    """The part of each rank along the first dimension: of these sizes, or all equal without sizes.
+
+    Raises:
+        UsageError: the sizes don't add up, or the rows can't be divided evenly.
+    """
     rows = tensor.size(0)
     if not sizes:
         if rows % size:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,30 +22,101 @@ _IN_PLACE: dict[Any, Callable[[torch.Tensor, torch.Tensor], object]] = {
     ReduceOp.BOR: torch.Tensor.bitwise_or_,
     ReduceOp.BXOR: torch.Tensor.bitwise_xor_,
 }
+_OUT_OF_PLACE: dict[Any, Callable[..., torch.Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,
+    ReduceOp.PREMUL_SUM: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
 
 
 class Reduction:
-    """One operation: ``begin`` on every rank's tensor, ``add`` them up in any grouping, ``end`` once. All in place."""
+    """A reduction in three parts, all in place.
 
-    def __init__(self, op: Any, size: int) -> None:
+    ``prescale`` is called on every rank's tensor, ``accumulate`` combines the results in any grouping, and
+    ``postscale`` is called once on the total.
+
+    Args:
+        kind: one of the constants of ``ReduceOp``.
+        factor: what ``prescale`` multiplies by; None for nothing.
+        divisor: what ``postscale`` divides by; None for nothing.
+    """
+
+    def __init__(self, kind: Any, factor: Any = None, divisor: int | None = None) -> None:
+        self.kind = kind
+        self._factor = factor
+        self._divisor = divisor
+        self._in_place = _IN_PLACE[kind]
+        self._out_of_place = _OUT_OF_PLACE[kind]
+
+    @classmethod
+    def from_op(cls, op: Any, size: int) -> Reduction:
+        """The reduction of a ``ReduceOp`` among ``size`` ranks.
+
+        Raises:
+            UsageError: the operation is not known.
+        """
         # A ReduceOp has a kind; the constants ReduceOp.SUM and so on are kinds already.
-        self.kind = getattr(op, "op", op)
-        if self.kind not in _IN_PLACE:
+        kind = getattr(op, "op", op)
+        if kind not in _IN_PLACE:
             raise UsageError(f"Reductions with {op} are not known. Use one of torch.distributed.ReduceOp.")
-        self._factor = op.factor if self.kind == ReduceOp.PREMUL_SUM else None
-        self._size = size
-        self._add = _IN_PLACE[self.kind]
+        factor = op.factor if kind == ReduceOp.PREMUL_SUM else None
+        return cls(kind, factor, size if kind == ReduceOp.AVG else None)
 
-    def begin(self, tensor: torch.Tensor) -> None:
+    def in_two_stages(self) -> tuple[Reduction, Reduction]:
+        """The same reduction for totals of totals: the first stage does not postscale, the second does not prescale."""
+        return Reduction(self.kind, factor=self._factor), Reduction(self.kind, divisor=self._divisor)
+
+    def prescale(self, tensor: torch.Tensor) -> None:
         if self._factor is not None:
             tensor.mul_(self._factor)
 
-    def add(self, total: torch.Tensor, other: torch.Tensor) -> None:
-        self._add(total, other)
+    def accumulate(self, total: torch.Tensor, other: torch.Tensor) -> None:
+        self._in_place(total, other)
 
-    def end(self, total: torch.Tensor) -> None:
-        if self.kind == ReduceOp.AVG:
-            if total.is_floating_point() or total.is_complex():
-                total.div_(self._size)
-            else:
-                total.div_(self._size, rounding_mode="trunc")
+    def postscale(self, total: torch.Tensor) -> None:
+        if self._divisor is None:
+            return
+        if total.is_floating_point() or total.is_complex():
+            total.div_(self._divisor)
+        else:
+            total.div_(self._divisor, rounding_mode="trunc")
+
+    def combine(self, sources: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Accumulate two tensors or more in their order, and postscale: every rank that does it gets the same bits.
+
+        Args:
+            sources: prescaled tensors.
+            out: where the total goes. It may be the first of the sources.
+        """
+        self._out_of_place(sources[0], sources[1], out=out)
+        for source in sources[2:]:
+            self.accumulate(out, source)
+        self.postscale(out)
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Called before anything is sent: arguments that can't be computed must not break the group.
+
+        Raises:
+            UsageError: tensors of this dtype can't be reduced like this.
+        """
+        problem = _problem(self.kind, dtype)
+        if problem is not None:
+            raise UsageError(f"Tensors of {dtype} can't be reduced with {self.kind}: {problem}")
+
+
+@cache
+def _problem(kind: Any, dtype: torch.dtype) -> str | None:
+    """What torch says about this operation on this dtype; None if it can be computed."""
+    one = torch.ones(1, dtype=dtype)
+    try:
+        _OUT_OF_PLACE[kind](one, one, out=one)
+        Reduction(kind, divisor=1 if kind == ReduceOp.AVG else None).postscale(one)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None

@@ -1,4 +1,4 @@
-"""The work of a collective: a handle to wait on."""
+"""The work of a collective: a handle to wait on, and its event in torch's profiles."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future, collect_all
 
-from farprop.distributed.calling import NO_TIMEOUT, is_done_within, result_of, timed_out, wait_for, wait_within
-from farprop.runtime.uncompiled import uncompiled_methods
+from farprop._torch import enter_record, exit_record, profiler_enabled
+from farprop.distributed.interop import NO_TIMEOUT, is_done_within, result_of, timed_out, wait_for, wait_within
+from farprop.runtime.dynamo_disable import uncompiled_methods
 
-__all__ = ["Work", "completed", "work_from_future"]
+__all__ = ["CoalescedWork", "CompletedWork", "Work", "completed", "work_from_future"]
 
 
 @uncompiled_methods
 class Work(dist.Work):
     """A collective that is under way, or done. Whoever runs it calls :meth:`complete` or :meth:`fail`.
 
-    It stays alive as long as it is not done and somebody has its future, or waits on it; nobody has to keep it.
+    A work that is not done stays alive as long as somebody has its future or waits on it; nobody has to keep it.
 
     Args:
-        future: a future whose end is that of the collective; without one, this makes one.
+        future: a future that ends with the collective; without one, the work makes its own.
     """
 
     def __init__(self, future: Future[Any] | None = None) -> None:
@@ -36,20 +37,36 @@ class Work(dist.Work):
         uncompiled_methods(cls)
 
     def complete(self, outputs: Sequence[torch.Tensor]) -> None:
-        """The collective is done; ``outputs`` are the tensors that it wrote."""
+        """End the work well.
+
+        Args:
+            outputs: the tensors that the collective wrote.
+        """
         self._future.set_result(list(outputs))
 
     def fail(self, error: Exception) -> None:
-        """The collective has failed: whoever waits gets this error."""
+        """End the work with an error, which everybody who waits gets.
+
+        Args:
+            error: what went wrong.
+        """
         with warnings.catch_warnings():
             # Torch's future warns of error types that TorchScript does not know.
             warnings.simplefilter("ignore")
             self._future.set_exception(error)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait until the collective is done, and raise its error if it failed.
+        """Wait until the collective is done.
 
-        ``CollectiveTimeoutError`` after ``timeout``, if that is more than nothing. The collective goes on then.
+        Args:
+            timeout: how long to wait; zero waits without a limit.
+
+        Returns:
+            True.
+
+        Raises:
+            CollectiveTimeoutError: the time is over. The collective goes on.
+            Exception: the error of the collective, if it failed.
         """
         if timeout > NO_TIMEOUT and not is_done_within(self._future, timeout):
             raise timed_out(timeout.total_seconds())
@@ -61,10 +78,10 @@ class Work(dist.Work):
         if not self._is_kept and not self._future.done():
             self._is_kept = True
             # The callback has this object, and the future has the callback until it is done.
-            self._future.add_done_callback(lambda _: self._let_go())
+            self._future.add_done_callback(lambda _: self._release())
         return self._future
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._is_kept = False
 
     def is_completed(self) -> bool:
@@ -76,7 +93,7 @@ class Work(dist.Work):
         return self._future.done() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """The error of the collective, if it has failed."""
+        """The error of the collective; None if it has not failed."""
         if not self._future.done():
             return None
         try:
@@ -86,7 +103,7 @@ class Work(dist.Work):
         return None
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that the collective wrote, once it is done."""
+        """The tensors that the collective wrote. Call it when the work is done."""
         return list(self._future.value())
 
     def synchronize(self) -> None:
@@ -94,11 +111,45 @@ class Work(dist.Work):
         self.wait()
 
 
-class CoalescedWork(Work):
-    """Several collectives as one.
+class CompletedWork(Work):
+    """The work of a collective that was done before the call returned.
+
+    Few programs ask for its future, so it is made when one does.
 
     Args:
-        works: theirs.
+        outputs: the tensors that the collective wrote.
+    """
+
+    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
+        dist.Work.__init__(self)
+        self._outputs = outputs
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def get_future(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(list(self._outputs))
+        return future
+
+    def result(self) -> list[torch.Tensor]:
+        return list(self._outputs)
+
+
+class CoalescedWork(Work):
+    """Several collectives as one work.
+
+    Args:
+        works: the works of the collectives.
     """
 
     def __init__(self, works: Sequence[Any]) -> None:
@@ -106,7 +157,7 @@ class CoalescedWork(Work):
         self._works = list(works)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait for all of them, for each as long as ``timeout`` says; raise the first error."""
+        """Wait for all of them, up to ``timeout`` for each; raise the first error."""
         for work in self._works:
             if timeout <= NO_TIMEOUT:
                 wait_for(work)
@@ -134,12 +185,38 @@ class CoalescedWork(Work):
 
 
 def work_from_future(future: Future[Any]) -> Work:
-    """The work of a collective that ends when ``future`` does. Its value should be the list of the tensors written."""
+    """Make the work of a collective that ends with a future.
+
+    Args:
+        future: its value should be the list of the tensors that the collective wrote.
+
+    Returns:
+        The work.
+    """
     return Work(future)
 
 
 def completed(outputs: Sequence[torch.Tensor]) -> Work:
-    """The work of a collective that is done."""
+    """The work of a collective that is done.
+
+    Args:
+        outputs: the tensors that the collective wrote.
+    """
     work = Work()
     work.complete(outputs)
     return work
+
+
+def begin_profile_event(name: str, tensors: Sequence[torch.Tensor]) -> Any:
+    """Begin the event ``farprop:<name>`` in torch's profile; ``name`` is the one that other backends use.
+
+    Returns:
+        The event, for :func:`end_profile_event`; None if this thread is not profiled.
+    """
+    return enter_record(f"farprop:{name}", *tensors) if profiler_enabled() else None
+
+
+def end_profile_event(event: Any) -> None:
+    """End an event, in any thread. To torch, an event that ends in another thread is asynchronous."""
+    if event is not None:
+        exit_record(event)

@@ -1,9 +1,9 @@
-"""Calls, references and gradients from compiled code.
+"""Calls, references and gradients in compiled code.
 
 After ``import farprop.jit``, functions and modules that ``torch.jit.script`` compiles can make calls, take references
 and run backward passes. ``operator`` makes a call that stays inside a graph of ``torch.compile``.
 
-If TorchScript is not as farprop knows it, a ``TorchVersionWarning`` says so, and the rest works.
+If this torch's TorchScript lacks a name that farprop needs, a ``TorchVersionWarning`` says so. Everything else works.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ __all__ = ["operator"]
 
 
 def _install() -> bool:
-    """Put the hooks into TorchScript. Returns whether they were put in now."""
-    if not has_torchscript:  # farprop._torch has said so
+    """Install the hooks in TorchScript. Returns whether this call installed them."""
+    if not has_torchscript:  # farprop._torch has warned about it
         return False
     try:
         from farprop.jit import hooks
 
         return hooks.install()
     except Exception as error:
-        # Torch deprecates it, so it must not decide whether the rest can be used.
+        # TorchScript is deprecated. The rest of farprop must not depend on it.
         warnings.warn(
-            f"farprop can't teach TorchScript its calls, with torch {torch.__version__}: {error!r}. Functions that "
-            "torch.jit.script compiles can't make calls; everything else works.",
+            f"farprop can't install its hooks in TorchScript of torch {torch.__version__}: {error!r}. Functions that "
+            "torch.jit.script compiles can't make calls. Everything else works.",
             TorchVersionWarning,
             stacklevel=3,
         )
@@ -40,7 +40,7 @@ def _install() -> bool:
 
 
 def _uninstall() -> None:
-    """Take the hooks out again."""
+    """Remove the hooks."""
     hooks = sys.modules.get("farprop.jit.hooks")
     if hooks is not None:
         hooks.uninstall()

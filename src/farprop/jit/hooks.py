@@ -1,7 +1,7 @@
-"""Where torch's compiler asks farprop.
+"""Hooks in torch's TorchScript compiler.
 
-A hook takes the place of a function of torch's: it deals with farprop's names and types, and leaves the rest to the
-function that it replaced. ``farprop._torch`` has looked for all of them.
+A hook replaces a function of torch's. It handles farprop's names and types, and calls the replaced function for
+everything else. ``farprop._torch`` has located all of these functions.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from collections.abc import Callable
 from typing import Any, get_args, get_origin
 
 from farprop import _torch
-from farprop.jit.graphs import finish
-from farprop.jit.references import reference_type, take_refusal, type_of_references
-from farprop.jit.rewriting import rewrite, stand_ins
+from farprop.jit.calls import rewrite, stand_ins
+from farprop.jit.graph_passes import finish_graph
+from farprop.jit.script_rref import reference_type, take_last_error, type_of_references
 from farprop.rpc.rref import RRef
 
 _Theirs = Callable[..., Any]
 
-# Those that are in torch, and what they replaced.
+# The installed hooks, and the functions that they replaced.
 _installed: list[tuple[_torch.Hook, Any]] = []
 
 
 def install() -> bool:
-    """Put the hooks into torch, for this process: all of them, or none if one can't be put in.
+    """Install all hooks in torch, for this process; none of them if one fails.
 
     Returns:
-        Whether they were not there before.
+        Whether this call installed them.
     """
     if _installed:
         return False
-    hooks = [(_torch.script_hooks[name], ours) for name, ours in _HOOKS.items()]  # none is missing
+    hooks = [(_torch.script_hooks[name], ours) for name, ours in _HOOKS.items()]  # raises if one is missing
     try:
         for hook, ours in hooks:
             theirs = getattr(hook.owner, hook.name)
@@ -43,7 +43,7 @@ def install() -> bool:
 
 
 def uninstall() -> None:
-    """Give torch its own functions back."""
+    """Restore torch's own functions."""
     while _installed:
         hook, theirs = _installed.pop()
         setattr(hook.owner, hook.name, theirs)
@@ -65,7 +65,7 @@ def _look_up_names(theirs: _Theirs, environment: Any) -> Callable[[str], Any]:
 
 def _type_of_annotation(theirs: _Theirs, annotation: Any, location: Any, names: Any = None) -> Any:
     if isinstance(annotation, _torch.JitType):
-        return annotation  # of a Python function of ours
+        return annotation  # in the signature of a python_function
     if get_origin(annotation) is RRef:
         return reference_type(_torch.ann_to_type(get_args(annotation)[0], location, names))
     return theirs(annotation, location, names)
@@ -80,7 +80,7 @@ def _type_of_attribute(theirs: _Theirs, value: Any) -> Any:
 
 
 def _finish_function(theirs: _Theirs, function: Any, compiled: Any) -> None:
-    finish(compiled.graph)
+    finish_graph(compiled.graph)
     theirs(function, compiled)
 
 
@@ -97,22 +97,22 @@ def _finish_methods(theirs: _Theirs, concrete_type: Any, methods: Any, propertie
 
 
 def _finish_method(type: Any, name: str) -> None:
-    finish(_torch.compilation_unit.find_function(f"{type.qualified_name()}.{name}").graph)
+    finish_graph(_torch.compilation_unit.find_function(f"{type.qualified_name()}.{name}").graph)
 
 
 # When they are saved and loaded
 
 
 def _with_own_errors(theirs: _Theirs, *args: Any, **kwargs: Any) -> Any:
-    """Torch makes a ``RuntimeError`` of what is raised while it saves or loads an object, and keeps the text alone."""
-    take_refusal()
+    """Raise farprop's own error where torch has turned it into a ``RuntimeError`` with the same text."""
+    take_last_error()
     try:
         return theirs(*args, **kwargs)
     except RuntimeError:
-        refusal = take_refusal()
-        if refusal is None:
+        own_error = take_last_error()
+        if own_error is None:
             raise
-        raise refusal from None
+        raise own_error from None
 
 
 _HOOKS: dict[str, Callable[..., Any]] = {

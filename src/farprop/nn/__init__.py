@@ -1,4 +1,4 @@
-"""Modules on other workers: ``RemoteModule``, a drop-in for that of ``torch.distributed.nn``."""
+"""Modules on other workers: ``RemoteModule``, a drop-in for the one of ``torch.distributed.nn``."""
 
 from farprop.nn.remote_module import RemoteModule
 

@@ -1,4 +1,4 @@
-"""``RemoteModule``: a module that lives on another worker, and a stand-in for it here."""
+"""``RemoteModule``: the local handle of a module on another worker."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from farprop._torch import (
 )
 from farprop.nn.scripting import boxed, interface_type, methods_of
 from farprop.rpc import RRef
-from farprop.runtime.current import current_agent
+from farprop.runtime.agent_registry import current_agent
 
 __all__ = ["RemoteModule"]
 
-_log = logging.getLogger("farprop.nn")
+_log = logging.getLogger(__name__)
 
-# What a RemoteModule has at the other end of a call; also the order.
+# The attributes that are sent with a RemoteModule, in order.
 _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
     "on",
     "device",
@@ -41,7 +41,7 @@ _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
     "module_rref",
 )
 
-# What it need not have there, because it is made again, or only when it is used.
+# The attributes that are not sent: the receiver recreates them, or creates them on first use.
 _REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING = (
     *vars(nn.Module()),
     "forward_async",
@@ -51,7 +51,7 @@ _REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING = (
     "__overloads__",
 )
 
-# What modules can do and a RemoteModule can't, because what it would do it to is elsewhere.
+# Methods of modules that a RemoteModule does not support, because the module is on another worker.
 _UNSUPPORTED = (
     *("register_buffer", "register_parameter", "add_module", "apply", "requires_grad_", "zero_grad", "share_memory"),
     *("cuda", "ipu", "xpu", "cpu", "type", "float", "double", "half", "bfloat16", "to"),
@@ -59,8 +59,8 @@ _UNSUPPORTED = (
     *("state_dict", "load_state_dict", "parameters", "named_parameters", "buffers", "named_buffers"),
     *("children", "named_children", "modules", "named_modules", "extra_repr"),
 )
-# Those of them that take other arguments than those of a module.
-_OTHERS: dict[str, Callable[..., None]] = {
+# Those of them whose signatures differ from those of nn.Module.
+_OTHER_SIGNATURES: dict[str, Callable[..., None]] = {
     "modules": lambda self: None,
     "register_forward_hook": lambda self, hook, prepend=False, with_kwargs=False: None,
     "register_forward_pre_hook": lambda self, hook, prepend=False, with_kwargs=False: None,
@@ -71,8 +71,8 @@ _INSTEAD = {"parameters": ". Please use ``remote_parameters`` instead."}
 class _Caller:
     """Calls the module behind a reference.
 
-    The ``forward`` of a RemoteModule is bound to this and not to the RemoteModule, which would then be part of a cycle:
-    the remote module would live until the garbage collector comes by.
+    The ``forward`` of a RemoteModule is bound to this object. Bound to the RemoteModule itself it would make a cycle,
+    and the module on the other worker would live until the garbage collector runs.
     """
 
     def __init__(self, module_rref: RRef[nn.Module], device: str) -> None:
@@ -90,17 +90,21 @@ class _Caller:
 
 
 class _RemoteModule(nn.Module):
-    """A RemoteModule that may be given an interface.
+    """A RemoteModule with an optional interface for TorchScript.
 
     Args:
-        _module_interface_cls: a class decorated with ``torch.jit.interface``. The module is compiled on its worker, and
+        remote_device: As for ``RemoteModule``.
+        module_cls: As for ``RemoteModule``.
+        args: As for ``RemoteModule``.
+        kwargs: As for ``RemoteModule``.
+        _module_interface_cls: A class decorated with ``torch.jit.interface``. The module is compiled on its worker, and
             the RemoteModule can be compiled with ``torch.jit.script``, alone or as a part of another module.
     """
 
-    # Compiled modules of one class and with attributes of the same types share their code, unless a constant differs.
+    # Compiled modules share their code if they have the same class, attribute types and constants.
     __constants__ = ["_interface_name"]
     _interface_name = ""
-    # The compiler does not look at these, and gives them to the compiled module as they are.
+    # The compiler copies these to the compiled module without looking at them.
     __jit_ignored_attributes__ = ["module_rref"]
 
     def __init__(
@@ -117,7 +121,7 @@ class _RemoteModule(nn.Module):
         if _module_interface_cls is None:
             module_rref = rpc.remote(self.on, _create_module, creation)
         else:
-            methods_of(_module_interface_cls)  # refuses what is not an interface before anything is made
+            methods_of(_module_interface_cls)  # raises for a class that is not an interface, before the remote call
             module_rref = rpc.remote(self.on, _create_compiled_module, (*creation, _module_interface_cls))
         self._set_up(self.on, self.device, _module_interface_cls, module_rref)
 
@@ -125,11 +129,15 @@ class _RemoteModule(nn.Module):
     def init_from_module_rref(
         remote_device: str, module_rref: RRef[nn.Module], _module_interface_cls: Any = None
     ) -> RemoteModule:
-        """Another RemoteModule for a module that exists already.
+        """Make a RemoteModule for an existing module.
 
         Args:
-            remote_device: where the module is, as for the constructor.
-            module_rref: a reference to the module, say from ``get_module_rref``.
+            remote_device: Where the module is, as for the constructor.
+            module_rref: A reference to the module, for example from ``get_module_rref``.
+            _module_interface_cls: The interface of a compiled module.
+
+        Returns:
+            The RemoteModule.
         """
         remote_module = RemoteModule.__new__(RemoteModule)
         nn.Module.__init__(remote_module)
@@ -138,11 +146,11 @@ class _RemoteModule(nn.Module):
         return remote_module
 
     def _prepare_init(self, remote_device_str: str) -> bool:
-        """Find out on which worker and device the module is; whether tensors of the CPU are to go to a CUDA device."""
+        """Parse the worker and the device; returns whether CPU tensors have to be moved to a CUDA device."""
         place = parse_remote_device(remote_device_str)
         name, rank = place.worker_name(), place.rank()
         on = rank if name is None else name
-        info = rpc.get_worker_info(on)  # raises if there is no such worker
+        info = rpc.get_worker_info(on)  # raises UsageError if there is no such worker
         self.on = info.name if on is None else on
         self.device = str(place.device())
         return torch.device(self.device).type == "cuda"
@@ -166,35 +174,57 @@ class _RemoteModule(nn.Module):
         self._interface_name = interface.__torch_script_interface__
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
-        """References to the module's parameters; without those of its submodules if ``recurse`` is false."""
+        """Get references to the module's parameters, for example for a ``DistributedOptimizer``.
+
+        Args:
+            recurse: Whether to include the parameters of submodules.
+
+        Returns:
+            A reference for each parameter.
+        """
         arguments = (self.module_rref, recurse)
         found: list[RRef[nn.Parameter]] = rpc.rpc_sync(self.module_rref.owner_name(), _param_rrefs, arguments)
         return found
 
     def get_module_rref(self) -> RRef[nn.Module]:
-        """The reference to the module."""
+        """Get the reference to the module.
+
+        Returns:
+            The reference.
+        """
         return self.module_rref
 
     def train(self, mode: bool = True) -> Self:
-        """Set the module, on its worker, to training or to evaluation."""
+        """Set the module on its worker to training or evaluation mode.
+
+        Args:
+            mode: Whether to set training mode.
+
+        Returns:
+            This RemoteModule.
+        """
         rpc.rpc_sync(self.module_rref.owner_name(), _train, (self.module_rref, mode))
         return self
 
     def eval(self) -> Self:
-        """The same as ``train(False)``."""
+        """Set the module on its worker to evaluation mode.
+
+        Returns:
+            This RemoteModule.
+        """
         return self.train(False)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(on={self.on!r}, device={self.device!r})"
 
     def __getattr__(self, name: str) -> Any:
-        # One that came in a call gets the attributes that all modules have when they are first looked for.
+        # A received RemoteModule gets the attributes of nn.Module when one of them is first used.
         if "_modules" not in self.__dict__:
             nn.Module.__init__(self)
             return getattr(self, name)
         return super().__getattr__(name)
 
-    # Pickling. torch.jit.script compiles the first two.
+    # Pickling. torch.jit.script compiles the next two methods.
 
     @export
     def __getstate__(self) -> None:
@@ -210,14 +240,22 @@ class _RemoteModule(nn.Module):
 
     @ignore
     def save_to_buffer(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """What a call, or ``torch.jit.save``, asks of a compiled module."""
+        """Refuse to be sent or saved in compiled form.
+
+        Args:
+            *args: Ignored.
+            **kwargs: Ignored.
+
+        Raises:
+            RuntimeError: Always.
+        """
         raise RuntimeError(
-            "Passing a script RemoteModule over RPC is not supported. Pass its module_rref, and make another one of it "
-            "there, with RemoteModule.init_from_module_rref."
+            "Passing a script RemoteModule over RPC is not supported. Pass its module_rref, and call "
+            "RemoteModule.init_from_module_rref on the other worker."
         )
 
     def _check_attribute_picklability(self) -> None:
-        """Raises if this has an attribute of which nobody has said whether it travels with it."""
+        """Raise ``AttributeError`` for an attribute that is in neither list of attributes."""
         known = {*_REMOTE_MODULE_PICKLED_ATTRIBUTES, *_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING}
         for name in vars(self).keys() - known:
             raise AttributeError(
@@ -232,19 +270,26 @@ class _RemoteModule(nn.Module):
 class RemoteModule(_RemoteModule):
     """A module on another worker.
 
-    ``forward`` runs there and returns the result, and so does a call of the RemoteModule. ``forward_async`` returns a
-    future. A RemoteModule may be passed in calls, and stands for the same module then. Most other methods of modules
-    are not supported.
+    ``forward``, and a call of the RemoteModule, run the module there and return the result. ``forward_async`` returns a
+    future of it. A RemoteModule can be sent in calls, and refers to the same module on the receiver. Most other methods
+    of modules are not supported.
+
+    If the module is not on the CPU, its arguments are moved to its device, and its results to the CPU. If
+    ``module_cls`` raises, the first use of the module raises.
 
     Args:
-        remote_device: ``"worker1/cuda:0"``, ``"rank:1/cuda:0"``, or without the device for the CPU. A device alone is
-            one of this worker.
-        module_cls: a class, or a function, that makes the module when it is called on that worker.
-        args: its arguments.
-        kwargs: its named arguments.
+        remote_device: ``"worker1/cuda:0"`` or ``"rank:1/cuda:0"``; without a device the CPU. A device alone is a device
+            of this worker.
+        module_cls: A class or function that is called on that worker and returns the module.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
 
-    If the module is not on the CPU, tensors that are given to it are moved to its device, and its results to the CPU.
-    What ``module_cls`` raises is raised when the module is first used.
+    Raises:
+        UsageError: There is no such worker, or this process is not a worker.
+        ValueError: ``remote_device`` is malformed.
+
+    Example:
+        ``layer = RemoteModule("worker1", nn.Linear, args=(20, 30))``, then ``layer(x)``
     """
 
     def __init__(
@@ -262,7 +307,7 @@ def _raise_not_supported(name: str) -> NoReturn:
 
 
 def _unsupported(name: str) -> Callable[..., NoReturn]:
-    signature = inspect.signature(_OTHERS.get(name) or getattr(nn.Module, name))
+    signature = inspect.signature(_OTHER_SIGNATURES.get(name) or getattr(nn.Module, name))
 
     def method(self: _RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
         signature.bind(self, *args, **kwargs)
@@ -280,7 +325,7 @@ for _name in _UNSUPPORTED:
 
 
 def _remote_module_reducer(remote_module: _RemoteModule) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """How a RemoteModule travels in a call."""
+    """How a RemoteModule is sent in a call."""
     known = {*_REMOTE_MODULE_PICKLED_ATTRIBUTES, *_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING}
     for name in vars(remote_module).keys() - known:
         _log.warning("The attribute %s of a RemoteModule is not sent with it.", name)
@@ -296,7 +341,7 @@ def _remote_module_receiver(*remote_module_pickled_attrs: Any) -> _RemoteModule:
 
 
 def _recursive_script_module_reducer(recursive_script_module: Any) -> tuple[Callable[..., Any], tuple[bytes]]:
-    """How a compiled module travels in a call. A compiled RemoteModule refuses."""
+    """How a compiled module is sent in a call. A compiled RemoteModule raises."""
     file = io.BytesIO()
     save_script(recursive_script_module, file)
     return _recursive_script_module_receiver, (file.getvalue(),)
@@ -306,7 +351,7 @@ def _recursive_script_module_receiver(recursive_script_module_serialized: bytes)
     return load_script(io.BytesIO(recursive_script_module_serialized))
 
 
-# What runs on the module's worker.
+# These run on the module's worker.
 
 
 def _create_module(
@@ -328,7 +373,7 @@ def _create_compiled_module(
     module = _create_module(module_cls, args, kwargs, device)
     compiled = script(module)
     if not type_of_module(compiled).isSubtypeOf(interface_type(interface)):
-        raise ValueError(f"{type(module)} does not implement {interface}: a method is missing or its types differ.")
+        raise ValueError(f"{type(module)} does not implement {interface}: a method is missing, or its types differ.")
     return compiled  # type: ignore[no-any-return]
 
 
@@ -339,14 +384,14 @@ def _create_module_with_interface(
     device: str,
     module_interface_cls: Any,
 ) -> RRef[nn.Module]:
-    """A reference to the module, which is compiled if there is an interface."""
+    """Create a module, compiled if there is an interface; returns a reference to it."""
     if module_interface_cls is None:
         return RRef(_create_module(module_cls, args, kwargs, device))
     return RRef(_create_compiled_module(module_cls, args, kwargs, device, module_interface_cls), module_interface_cls)
 
 
 def _instantiate_template(module_interface_cls: Any, enable_moving_cpu_tensors_to_cuda: bool) -> None:
-    """Have the methods of RemoteModules with this interface ready. They move tensors where that is needed."""
+    """Generate the methods of RemoteModules with this interface. They move tensors if necessary."""
     methods_of(module_interface_cls)
 
 
@@ -367,7 +412,7 @@ def _train(module_rref: RRef[nn.Module], mode: bool) -> None:
 
 
 def _exposing(method: str, module_rref: RRef[nn.Module]) -> nn.Module:
-    """The module. In a restricted job it has to expose this method."""
+    """The module; in a restricted job raises unless the module exposes this method."""
     module = module_rref.local_value()
     current_agent().dialect.method_of(module, method)
     return module

@@ -1,7 +1,7 @@
-"""``forward`` and ``forward_async`` of a RemoteModule, as an interface declares them, for ``torch.jit.script``.
+"""``forward`` and ``forward_async`` of a RemoteModule for ``torch.jit.script``, generated from an interface.
 
-Compiled, they call back into Python, because TorchScript does not know our references. What to call is an attribute of
-the compiled module all the same, in a *box*: a future that is done, and into which TorchScript does not look.
+The compiled methods call back into Python, because TorchScript has no type for farprop's references. The Python
+object to call is an attribute of the compiled module, in a *box*: a completed future, which TorchScript does not open.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from farprop._torch import ScriptAttribute, compilation_unit, export, ignore
 
 
 class Methods(NamedTuple):
-    """The two methods. ``self`` is what to call, or the compiled module, which has it in its box ``_caller``."""
+    """The two methods. ``self`` is the caller object, or the compiled module, which has it in the box ``_caller``."""
 
     forward_async: Callable[..., Any]
     forward: Callable[..., Any]
 
 
-# The first three stay Python. A request leaves on the caller's thread, in the order of the program; what is forked is
-# suspended until the answer comes, and gives it its type.
+# The first three functions are not compiled. The request is sent on the caller's thread, in program order. The forked
+# function waits for the answer and gives it its type.
 _SOURCE = """\
 def _run(_caller: Future[Any], {parameters}) -> {result}:
     return _caller.value().forward({names})
@@ -57,7 +57,7 @@ def forward(self, {parameters}) -> {result}:
 
 
 def boxed(value: Any) -> Any:
-    """An attribute of a module that keeps its value, whatever it is, when the module is compiled."""
+    """An attribute of a module that keeps its Python value when the module is compiled."""
     box: Future[Any] = Future()
     box.set_result(value)
     return ScriptAttribute(box, Future[Any])
@@ -65,7 +65,7 @@ def boxed(value: Any) -> Any:
 
 @functools.cache
 def methods_of(interface: Any) -> Methods:
-    """The methods for an interface, with the parameters of its ``forward``."""
+    """The methods for an interface, with the signature of its ``forward``."""
     schema = interface_type(interface).getMethod("forward")
     if schema is None:
         raise ValueError(f"{interface} has no method forward, which a RemoteModule needs. Declare it there.")
@@ -76,7 +76,7 @@ def methods_of(interface: Any) -> Methods:
         result=schema.returns[0].type.annotation_str,
     )
     file = f"<forward of {interface.__torch_script_interface__}>"
-    # The compiler reads the source there.
+    # The compiler reads the source from there.
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     names: dict[str, Any] = dict(_NAMES)
     try:
@@ -102,13 +102,13 @@ def interface_type(interface: Any) -> Any:
 
 
 def _value_of(answer: Any) -> Any:
-    """Compiled code finds an exception that a future was given in Python as its value."""
+    """Raise an exception that was set in Python, which compiled code sees as the future's value."""
     if isinstance(answer, Exception):
         raise answer
     return answer
 
 
-# What the source refers to; types are spelled as the compiler spells them.
+# The globals of the source. Types have the names that the compiler uses.
 _NAMES = {
     "__name__": __name__,
     "_value_of": _value_of,

@@ -1,4 +1,4 @@
-"""Optimisers over parameters on other workers: a drop-in for ``torch.distributed.optim.DistributedOptimizer``.
+"""Optimizers for parameters on other workers: a drop-in for ``torch.distributed.optim.DistributedOptimizer``.
 
 ::
 
@@ -9,7 +9,6 @@
         optimizer.step(context_id)
 """
 
-from farprop.optim.optimizer import DistributedOptimizer
-from farprop.optim.scheduler import DistributedLRScheduler
+from farprop.optim.optimizer import DistributedLRScheduler, DistributedOptimizer
 
 __all__ = ["DistributedLRScheduler", "DistributedOptimizer"]

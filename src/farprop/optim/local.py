@@ -1,32 +1,33 @@
-"""What runs on a worker that owns parameters: an optimiser of its own for them, and its schedulers."""
+"""What runs on a worker that owns parameters: its local optimizer, and the schedulers of it."""
 
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 import farprop.autograd as dist_autograd
 from farprop._torch import tree_map
+from farprop.locks import make_lock
 from farprop.rpc import RRef, expose
-from farprop.runtime.loop import loop_of_this_thread
+from farprop.runtime.thread_pool import pool_of_this_thread
 
-# One for all optimisers of this worker: several trainers may each have one over the same parameters, and a step needs
-# the parameters' ``.grad`` for itself.
-_lock = threading.Lock()
+# One lock for all local optimizers of this worker: several trainers may each have an optimizer for the same parameters,
+# and a step replaces the parameters' ``.grad`` while it runs.
+_lock = make_lock("optimizer_step")
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """No other step, and no look at the state, goes on meanwhile."""
+def _exclusive() -> Iterator[None]:
+    """Hold the lock: no other step runs and no state is read meanwhile."""
     if not _lock.acquire(blocking=False):
-        # Those who wait don't take up threads of the pool: an optimiser may make calls that need one.
-        loop = loop_of_this_thread()
-        with nullcontext() if loop is None else loop.blocked():
+        # A thread that waits here does not count against the pool: an optimizer may make calls that need a thread.
+        pool = pool_of_this_thread()
+        with nullcontext() if pool is None else pool.blocked():
             _lock.acquire()
     try:
         yield
@@ -35,13 +36,13 @@ def _alone() -> Iterator[None]:
 
 
 class _LocalOptimizer:
-    """The optimiser of one worker.
+    """The optimizer of one worker.
 
     Args:
-        optim_cls: what makes the optimiser, when it is called with a list of parameters.
-        local_params_rref: references to the parameters, which are on this worker.
-        args: further arguments for ``optim_cls``.
-        kwargs: its named arguments.
+        optim_cls: Called with a list of parameters; returns an optimizer.
+        local_params_rref: References to the parameters, which are on this worker.
+        *args: Further positional arguments of ``optim_cls``.
+        **kwargs: Its keyword arguments.
     """
 
     global_lock = _lock
@@ -54,7 +55,7 @@ class _LocalOptimizer:
         **kwargs: Any,
     ) -> None:
         self._local_params = [parameter.local_value() for parameter in local_params_rref]
-        # A list of its own: an optimiser may change the one it gets.
+        # A copy of the list, because an optimizer may change the one it gets.
         self.optim = optim_cls(list(self._local_params), *args, **kwargs)
 
     @property
@@ -63,56 +64,56 @@ class _LocalOptimizer:
 
     @expose
     def step(self, autograd_ctx_id: int) -> None:
-        """Step with the gradients of the context. Parameters that it has none for are left as they are."""
+        """Step with the gradients of a context. Parameters without one are left alone."""
         gradients = dist_autograd.get_gradients(autograd_ctx_id)
-        with _alone(), _as_grad(self._local_params, gradients):
+        with _exclusive(), _as_grad(self._local_params, gradients):
             self.optim.step()
 
     @expose
     def make_scheduler(
-        self, make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, make: Callable[..., LRScheduler], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> RRef[LocalScheduler]:
-        """A scheduler that sets the learning rates of this optimiser."""
-        with _alone():
+        """Make a scheduler for this optimizer."""
+        with _exclusive():
             return RRef(LocalScheduler(make(self.optim, *args, **kwargs)))
 
     @expose
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the optimiser's."""
-        with _alone():
+        """A copy of the optimizer's state."""
+        with _exclusive():
             return _copied(self.optim.state_dict())
 
     @expose
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the optimiser go on from a state, which stays the caller's."""
-        with _alone():
+        """Load a copy of a state."""
+        with _exclusive():
             self.optim.load_state_dict(_copied(state))
 
 
 class LocalScheduler:
-    """The scheduler of one worker's optimiser."""
+    """The scheduler of one worker's optimizer."""
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: LRScheduler) -> None:
         self._scheduler = scheduler
 
     @expose
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with _alone():
+        with _exclusive():
             self._scheduler.step(*args, **kwargs)
 
     @expose
-    def get_last_lr(self) -> list[Any]:
-        with _alone():
+    def get_last_lr(self) -> list[float | torch.Tensor]:
+        with _exclusive():
             return list(self._scheduler.get_last_lr())
 
     @expose
     def state_dict(self) -> dict[str, Any]:
-        with _alone():
+        with _exclusive():
             return _copied(self._scheduler.state_dict())
 
     @expose
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        with _alone():
+        with _exclusive():
             self._scheduler.load_state_dict(_copied(state))
 
 
@@ -122,18 +123,18 @@ def _new_local_optimizer(
     *args: Any,
     **kwargs: Any,
 ) -> RRef[_LocalOptimizer]:
-    """Make an optimiser for parameters of this worker."""
+    """Make an optimizer for parameters of this worker. Others call this."""
     return RRef(_LocalOptimizer(optim_cls, local_params_rref, *args, **kwargs))
 
 
 def _local_optimizer_step(local_optim_rref: RRef[_LocalOptimizer], autograd_ctx_id: int) -> None:
-    """Step an optimiser of this worker."""
+    """Step an optimizer of this worker."""
     local_optim_rref.local_value().step(autograd_ctx_id)
 
 
 @contextmanager
 def _as_grad(parameters: Sequence[torch.Tensor], gradients: dict[torch.Tensor, torch.Tensor]) -> Iterator[None]:
-    """Optimisers read ``.grad``; what the program has there is put back."""
+    """Put gradients into ``.grad``, where optimizers read them, and restore the program's own afterwards."""
     before = [(parameter, parameter.grad) for parameter in parameters]
     try:
         for parameter in parameters:
@@ -145,7 +146,7 @@ def _as_grad(parameters: Sequence[torch.Tensor], gradients: dict[torch.Tensor, t
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy on the CPU. The state itself changes with the next step, which need not wait until it has been sent."""
+    """A copy on the CPU. The next step changes the state itself, perhaps before it is sent."""
     copied: dict[str, Any] = tree_map(_copied_leaf, state)
     return copied
 

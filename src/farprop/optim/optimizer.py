@@ -1,30 +1,31 @@
-"""``DistributedOptimizer``: an optimiser on each of the workers that own the parameters."""
+"""``DistributedOptimizer`` and ``DistributedLRScheduler``: a local one on each worker that owns parameters."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 import farprop.autograd as dist_autograd
 import farprop.rpc as rpc
+from farprop.errors import UsageError
 from farprop.optim.local import _local_optimizer_step as _local_optimizer_step
 from farprop.optim.local import _LocalOptimizer as _LocalOptimizer
 from farprop.optim.local import _new_local_optimizer
-from farprop.optim.scheduler import DistributedLRScheduler
-from farprop.optim.shares import Share, Start, call_all, gathered, load, on_all
+from farprop.optim.worker_shards import StartCall, WorkerShard, call_all, gather_state, load_state, run_on_all
 from farprop.rpc import RRef
-from farprop.runtime.gradients.contexts import current_context
+from farprop.runtime.autograd.contexts import current_context
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["DistributedLRScheduler", "DistributedOptimizer"]
 
-logger = logging.getLogger("farprop.optim")
+logger = logging.getLogger(__name__)  # torch's module has this name
 
 
 def _wait_for_all(rpc_futs: Iterable[torch.futures.Future[Any]]) -> list[Any]:
-    """The values of all futures, when all are done; raises the error of the last that failed."""
+    """Wait for all futures and return their values; raises the error of the last one that failed."""
     results, failed = [], None
     for future in rpc_futs:
         try:
@@ -36,104 +37,179 @@ def _wait_for_all(rpc_futs: Iterable[torch.futures.Future[Any]]) -> list[Any]:
     try:
         raise failed
     finally:
-        failed = None  # it keeps this frame, and must not be kept by it
+        failed = None  # breaks the cycle error -> traceback -> frame -> error
 
 
 class DistributedOptimizer:
-    """Optimises parameters where they are.
+    """Steps parameters on the workers that own them.
 
-    Each worker that owns some of the parameters makes an optimiser for those. Steps on one worker, of any of its
-    optimisers, are taken one after the other; between workers there is no order.
+    Each worker that owns some of the parameters has a local optimizer for them. Steps on one worker run one after the
+    other, whichever optimizer they belong to. Between workers there is no order.
+
+    An error on a worker is raised by the caller after all workers are done. The other workers have completed the
+    operation then.
 
     Args:
-        optimizer_class: a class of ``torch.optim`` or your own, or a function, that makes an optimiser when it is
-            called with a list of parameters.
-        params_rref: references to the parameters, on any workers.
-        args: further arguments for ``optimizer_class``.
-        kwargs: its named arguments.
+        optimizer_class: A class of ``torch.optim``, your own class, or a function. It is called with a list of
+            parameters and returns an optimizer.
+        params_rref: References to the parameters, on any workers.
+        *args: Further positional arguments of ``optimizer_class``.
+        **kwargs: Its keyword arguments.
 
-    If something raises on a worker, that is raised here when all workers are done. The others have then done what
-    they were asked for.
+    Raises:
+        TypeError: An element of ``params_rref`` is not an ``RRef``.
     """
 
-    is_functional_optim = False  # torch compiles some optimisers; here all are run as they are
+    is_functional_optim = False  # torch compiles some optimizers; farprop runs all of them as they are
 
     def __init__(
         self,
         optimizer_class: Callable[..., torch.optim.Optimizer],
-        params_rref: Iterable[RRef[Any]],
+        params_rref: Iterable[RRef[torch.Tensor]],
         *args: Any,
         **kwargs: Any,
     ) -> None:
         parameters = list(params_rref)
-        places: dict[str, list[int]] = {}
-        for place, parameter in enumerate(parameters):
+        indices: dict[str, list[int]] = {}  # of the parameters, by worker
+        for index, parameter in enumerate(parameters):
             if not isinstance(parameter, RRef):
                 raise TypeError(
-                    f"params_rref[{place}] should be an RRef to a parameter, but is a {type(parameter).__name__}. "
-                    "A parameter of this worker can be given as RRef(parameter)."
+                    f"params_rref[{index}] should be an RRef to a parameter, but is a {type(parameter).__name__}. "
+                    "Wrap a parameter of this worker: RRef(parameter)."
                 )
-            places.setdefault(parameter.owner_name(), []).append(place)
+            indices.setdefault(parameter.owner_name(), []).append(index)
 
-        def start(worker: str) -> Start:
-            arguments = (optimizer_class, [parameters[place] for place in places[worker]], *args)
+        def start(worker: str) -> StartCall:
+            arguments = (optimizer_class, [parameters[index] for index in indices[worker]], *args)
             return lambda: rpc.rpc_async(worker, _new_local_optimizer, arguments, kwargs)
 
-        made = on_all((worker, start(worker)) for worker in places)
-        self._shares = tuple(
-            Share(worker, tuple(own), rref) for (worker, own), rref in zip(places.items(), made, strict=True)
+        rrefs = run_on_all((worker, start(worker)) for worker in indices)
+        self._shards = tuple(
+            WorkerShard(worker, tuple(own), rref) for (worker, own), rref in zip(indices.items(), rrefs, strict=True)
         )
 
     @property
-    def remote_optimizers(self) -> list[RRef[Any]]:
-        """References to what each worker keeps: an object with ``step(context_id)``, and its ``optimizer``."""
-        return [share.rref for share in self._shares]
+    def remote_optimizers(self) -> list[RRef[_LocalOptimizer]]:
+        """References to the local optimizers. Each has ``step(context_id)`` and the attribute ``optimizer``."""
+        return [shard.rref for shard in self._shards]
 
     def step(self, context_id: int) -> None:
-        """Step the optimiser of every worker, with the gradients of the context; returns when all have.
+        """Step the local optimizer of every worker with the gradients of a context, and wait for all of them.
 
-        Gradients stay in the context, and ``.grad`` is as before. Parameters without a gradient in the context are
-        treated as ``torch.optim`` treats those whose ``.grad`` is None.
+        The gradients stay in the context, and ``.grad`` does not change. Parameters without a gradient in the context
+        are treated as ``torch.optim`` treats those whose ``.grad`` is None.
 
         Args:
-            context_id: what ``farprop.autograd.context()`` gave.
+            context_id: The id that ``farprop.autograd.context()`` returned.
+
+        Raises:
+            Exception: What a local optimizer raised, after all workers are done. Further errors are notes on it.
         """
-        # A worker that the passes did not touch learns of the context from the call, and has no gradients for it.
+        # A worker that no backward pass reached learns about the context from this call. It has no gradients for it.
         outer = current_context.set(dist_autograd._retrieve_context(context_id))
         try:
-            call_all(self._shares, "step", context_id)
+            call_all(self._shards, "step", context_id)
         finally:
             current_context.reset(outer)
 
-    def lr_scheduler(self, scheduler_class: Callable[..., Any], *args: Any, **kwargs: Any) -> DistributedLRScheduler:
-        """Make a learning-rate scheduler for the optimiser of every worker.
+    def lr_scheduler(
+        self, scheduler_class: Callable[..., LRScheduler], *args: Any, **kwargs: Any
+    ) -> DistributedLRScheduler:
+        """Make a learning-rate scheduler for the local optimizer of every worker.
 
         Args:
-            scheduler_class: a class of ``torch.optim.lr_scheduler`` or your own, or a function, that makes a scheduler
-                when it is called with an optimiser.
-            args: further arguments for it.
-            kwargs: its named arguments.
+            scheduler_class: A class of ``torch.optim.lr_scheduler``, your own class, or a function. It is called with
+                an optimizer and returns a scheduler.
+            *args: Further positional arguments of ``scheduler_class``.
+            **kwargs: Its keyword arguments.
+
+        Returns:
+            The distributed scheduler.
         """
-        made = call_all(self._shares, "make_scheduler", scheduler_class, args, kwargs)
+        rrefs = call_all(self._shards, "make_scheduler", scheduler_class, args, kwargs)
         return DistributedLRScheduler(
-            [share._replace(rref=rref) for share, rref in zip(self._shares, made, strict=True)]
+            [shard._replace(rref=rref) for shard, rref in zip(self._shards, rrefs, strict=True)]
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimisers of all workers, copied to the CPU of this one.
+        """Copy the state of all local optimizers to the CPU of this worker.
 
-        It can be loaded by an optimiser over the same parameters in the same order, also in another job, whose workers
-        may have other names. Parameters that are on one worker now have to be on one worker then.
+        An optimizer for the same parameters in the same order can load it, also in another job, whose workers may have
+        other names. Parameters that are on one worker now have to be on one worker then.
+
+        Returns:
+            The state, for :meth:`load_state_dict`.
         """
-        return gathered(self._shares, "optimizer")
+        return gather_state(self._shards, "optimizer")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from where another optimiser was.
+        """Load the state of another optimizer.
 
         Args:
-            state_dict: what ``state_dict`` of that one returned. It is copied.
+            state_dict: What its :meth:`state_dict` returned. It is copied.
+
+        Raises:
+            UsageError: The state is for other parameters, or not one of a distributed optimizer.
         """
-        load(self._shares, "optimizer", state_dict)
+        load_state(self._shards, "optimizer", state_dict)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(workers={[share.worker for share in self._shares]})"
+        return f"{type(self).__name__}(workers={[shard.worker for shard in self._shards]})"
+
+
+class DistributedLRScheduler:
+    """Sets the learning rates of a ``DistributedOptimizer``. Its ``lr_scheduler`` method makes it.
+
+    Args:
+        shards: The schedulers of all workers.
+    """
+
+    def __init__(self, shards: Sequence[WorkerShard]) -> None:
+        self._shards = tuple(shards)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step the scheduler of every worker. Call it once per step or epoch, after the optimizer's ``step``.
+
+        Args:
+            *args: Passed to each scheduler's ``step``, for example a metric for ``ReduceLROnPlateau``.
+            **kwargs: Passed to it, too.
+        """
+        call_all(self._shards, "step", args, kwargs)
+
+    def get_last_lr(self) -> list[float | torch.Tensor]:
+        """Ask the worker of the first parameter for the last learning rates.
+
+        The other workers have the same rates, unless your optimizer class makes different parameter groups there.
+
+        Returns:
+            The learning rate of each parameter group.
+
+        Raises:
+            UsageError: The optimizer has no parameters.
+        """
+        if not self._shards:
+            raise UsageError("The optimizer of this scheduler has no parameters, so there is no learning rate.")
+        rates: list[float | torch.Tensor] = self._shards[0].rref.rpc_sync().get_last_lr()
+        return rates
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copy the state of the schedulers of all workers.
+
+        Returns:
+            The state, for :meth:`load_state_dict`.
+        """
+        return gather_state(self._shards, "scheduler")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of another scheduler. Load the state of the optimizer after those of its schedulers.
+
+        Args:
+            state_dict: What the other's :meth:`state_dict` returned.
+
+        Raises:
+            UsageError: The state is for other parameters, or not one of a distributed scheduler.
+        """
+        load_state(self._shards, "scheduler", state_dict)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(workers={[shard.worker for shard in self._shards]})"

@@ -1,1 +1,1 @@
-"""State machines: events in, decisions out. No sockets, threads or clocks here."""
+"""State machines: each event is a method call that returns actions to perform. No sockets, threads or clocks."""

@@ -1,4 +1,4 @@
-"""Whether the device maps of a group make sense together. The sentences begin as torch's do."""
+"""Checks the device maps of a group against each other. The error texts begin like torch's."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from farprop.protocol.roster import Entry
 
 
-def judge_device_maps(entries: Sequence[Entry], is_static: bool) -> str | None:
-    """What is wrong with them; None if nothing is. Every worker that judges the same entries says the same."""
+def check_device_maps(entries: Sequence[Entry], is_static: bool) -> str | None:
+    """Return what is wrong with the device maps; None if they are valid.
+
+    Every worker that checks the same entries gets the same text.
+
+    Args:
+        entries: the entries of the workers in the group.
+        is_static: whether the group is complete. In other groups a device map may name workers that join later.
+    """
     return next(_problems({entry.name: entry for entry in entries}, is_static), None)
 
 
@@ -22,7 +29,7 @@ def _problems(workers: dict[str, Entry], is_static: bool) -> Iterator[str]:
                 f"device count = {entry.cuda_devices}"
             )
     for entry in workers.values():
-        # In a group that workers join and leave, somebody may come later.
+        # In a dynamic group the named worker may join later.
         if is_static and not workers.keys() >= entry.device_maps.keys():
             unknown = sorted(entry.device_maps.keys() - workers.keys())
             yield (
@@ -48,7 +55,7 @@ def _problems_of(
             f"Node {entry.name} has source devices with invalid indices {where}\ndevice count = {entry.cuda_devices}"
         )
     if not is_static and "cpu" in device_map.values():
-        # The callee would have to look at each CPU tensor that it answers with, for callers that it may not know yet.
+        # The callee would have to map every CPU tensor in its answers, for callers that it may not know yet.
         yield (
             f"Node {entry.name} maps a device to the CPU {where}\nThat works only where world_size is given to "
             "init_rpc. Call .cpu() on what is sent instead."
@@ -64,7 +71,7 @@ def _problems_of(
 
 
 def _exist(devices: Iterable[str], entry: Entry) -> bool:
-    """Whether the worker has them. Of other kinds than CUDA we can't say before they are used."""
+    """Whether the worker has these devices. Only CUDA devices can be checked before they are used."""
     for device in devices:
         kind, _, index = device.partition(":")
         if kind == "cuda" and index and not (index.isdigit() and int(index) < entry.cuda_devices):

@@ -1,22 +1,22 @@
-"""Both ends of a new connection prove that they know the job's key, and who they are.
+"""The handshake of a new connection: both ends prove that they know the job's key, and say who they are.
 
 ::
 
-    dialler                                            listener
+    dialer                                             listener
     HELLO: magic, version, nonce                 -->
                                                  <--   CHALLENGE: magic, version, nonce
-    PROOF: MAC, its identity, whom it means      -->
-                                                 <--   WELCOME: MAC, verdict, its identity or why not
+    PROOF: MAC, its identity, its target         -->
+                                                 <--   WELCOME: MAC, decision, its identity or a reason
 
-A MAC is HMAC-SHA256 over all that was said before it and with it, the label of its direction, the version, and the
-*channel*: what both ends see of the connection itself. A relay in the middle of a TLS connection shows each end another
-certificate, so the channels differ and with them the MACs. Rules that hold here:
+A MAC is HMAC-SHA256 over the handshake so far, including the message that holds it, the label of its direction, the
+version, and the *channel binding*: the listener's TLS certificate as this end sees it. A relay in the middle of a TLS
+connection shows each end another certificate, so the MACs differ. Rules that hold here:
 
-- The states go ``HELLO -> CHALLENGE -> PROVEN -> READY`` (the dialler leaves out ``PROVEN``), or to ``REFUSED`` from
-  anywhere; nothing leaves ``READY`` or ``REFUSED``.
-- The dialler proves itself first: somebody who does not know the key gets a nonce, and nothing that depends on the key.
-- No more than ``MAX_UNPROVEN`` bytes are ever held, and nothing is interpreted but fixed fields.
-- Whatever comes in, the outcome is bytes to send, or ``ProtocolError`` or ``AuthenticationError``.
+- The states are ``HELLO -> CHALLENGE -> PROVEN -> READY`` (the dialer skips ``PROVEN``), and ``REFUSED`` from any of
+  them. ``READY`` and ``REFUSED`` are final.
+- The dialer proves itself first. A dialer that does not know the key gets a nonce, and nothing that depends on the key.
+- At most ``MAX_UNPROVEN`` bytes are held, and only fields of fixed size are parsed before the peer is authenticated.
+- Any input yields bytes to send, or raises ``ProtocolError`` or ``AuthenticationError``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import struct
 
 from farprop.errors import AuthenticationError, ProtocolError
 
-VERSION = 2
+VERSION = 3
 MAX_UNPROVEN = 2048
 MAX_IDENTITY = 512
 _MAGIC = b"FARPROP\n"
@@ -37,15 +37,15 @@ _PROOF = struct.Struct("<32sHH")
 _WELCOME = struct.Struct("<32sBH")
 
 HELLO, CHALLENGE, PROVEN, READY, REFUSED = "hello", "challenge", "proven", "ready", "refused"
-_LET_IN, _SAY_WHY, _NOT_ME = 0, 1, 2
+_ACCEPTED, _DENIED, _WRONG_TARGET = 0, 1, 2
 
 
-class SomebodyElseError(AuthenticationError):
-    """A worker of the job answered that is not the one that was dialled."""
+class IdentityMismatchError(AuthenticationError):
+    """The worker that answered belongs to the job, but is not the one that was dialled."""
 
 
 def _check_prefix(data: bytes) -> None:
-    """Refuse early: garbage must not be waited for."""
+    """Refuse a wrong magic or version at once, without waiting for more bytes."""
     magic = data[: len(_MAGIC)]
     if not _MAGIC.startswith(magic):
         raise ProtocolError("the peer does not speak farprop's protocol, or speaks it without TLS (FARPROP_TLS)")
@@ -59,12 +59,19 @@ def _check_prefix(data: bytes) -> None:
 
 
 def _joined(*parts: bytes) -> bytes:
-    """With their lengths, so that nothing can be moved from one to the next."""
+    """Join parts with their lengths, so that no byte can be moved from one part to the next."""
     return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
 
 
 class _End:
-    """``identity`` is who this end is; ``channel`` what it sees of the connection."""
+    """One end of a handshake.
+
+    Args:
+        key: the key that both ends must know.
+        identity: the identity of this end.
+        channel: the channel binding, as this end sees it.
+        nonce: 32 fresh random bytes.
+    """
 
     def __init__(self, key: bytes, identity: bytes, channel: bytes, nonce: bytes) -> None:
         if len(nonce) != 32 or len(identity) > MAX_IDENTITY:
@@ -78,7 +85,7 @@ class _End:
         self._held = b""
 
     def receive(self, data: bytes) -> bytes:
-        """What to send next."""
+        """Process bytes from the peer; returns the bytes to send next."""
         if self.state not in (HELLO, CHALLENGE):
             self.state = REFUSED
             raise ProtocolError("bytes after the end of the handshake")
@@ -94,9 +101,9 @@ class _End:
     def _step(self) -> bytes:
         raise NotImplementedError
 
-    def _mac(self, label: bytes, dialler_nonce: bytes, listener_nonce: bytes, *said: bytes) -> bytes:
+    def _mac(self, label: bytes, dialer_nonce: bytes, listener_nonce: bytes, *said: bytes) -> bytes:
         version = VERSION.to_bytes(2, "little")
-        whole = _joined(b"farprop", version, label, self._channel, dialler_nonce, listener_nonce, *said)
+        whole = _joined(b"farprop", version, label, self._channel, dialer_nonce, listener_nonce, *said)
         return hmac.digest(self._key, whole, hashlib.sha256)
 
     def validate(self) -> None:
@@ -105,8 +112,8 @@ class _End:
         assert self.state not in (PROVEN, READY) or self.peer_identity
 
 
-class Dialler(_End):
-    """The end that opened the connection, to reach ``target``. Stop when ``state`` is READY."""
+class DialerHandshake(_End):
+    """The dialer's end. ``target`` is the identity of the worker that it dials. Done when ``state`` is READY."""
 
     def __init__(self, key: bytes, identity: bytes, target: bytes, channel: bytes, nonce: bytes) -> None:
         super().__init__(key, identity, channel, nonce)
@@ -131,34 +138,34 @@ class Dialler(_End):
             return head + self._identity + self._target
         if len(self._held) < _WELCOME.size:
             return b""
-        mac, verdict, length = _WELCOME.unpack_from(self._held)
+        mac, decision, length = _WELCOME.unpack_from(self._held)
         if length > MAX_IDENTITY:
             raise ProtocolError("the peer's identity is too long")
         if len(self._held) < _WELCOME.size + length:
             return b""
         said = self._held[_WELCOME.size : _WELCOME.size + length]
-        if not hmac.compare_digest(mac, self._mac(b"listener", *self._nonces, self._proof, bytes([verdict]), said)):
+        if not hmac.compare_digest(mac, self._mac(b"listener", *self._nonces, self._proof, bytes([decision]), said)):
             raise AuthenticationError(
                 "The worker we dialled does not know this job's secret. All workers need the same FARPROP_SECRET (or "
                 "FARPROP_SECRET_FILE)."
             )
         if len(self._held) > _WELCOME.size + length:
-            raise ProtocolError("the peer went on before it was asked")
-        if verdict == _NOT_ME:
-            raise SomebodyElseError(f"its address belongs to {said.decode(errors='replace')} now")
-        if verdict != _LET_IN:
+            raise ProtocolError("the peer sent more than the handshake allows")
+        if decision == _WRONG_TARGET:
+            raise IdentityMismatchError(f"its address belongs to {said.decode(errors='replace')} now")
+        if decision != _ACCEPTED:
             raise AuthenticationError(f"The worker we dialled refuses us: {said.decode(errors='replace')}")
         if said != self._target:
-            raise SomebodyElseError(f"{said.decode(errors='replace')} answers in its place")
+            raise IdentityMismatchError(f"{said.decode(errors='replace')} answers in its place")
         self.peer_identity = said
         self.state = READY
         self._held = b""
         return b""
 
 
-class Listener(_End):
-    """The end that accepted the connection. In state PROVEN the peer is who it says, and it is to be decided whether it
-    may come in: ``welcome`` and ``refuse`` return what to send.
+class ListenerHandshake(_End):
+    """The listener's end. In state PROVEN the peer is authenticated, and the owner decides: ``welcome`` and ``refuse``
+    return the bytes to send.
     """
 
     def _step(self) -> bytes:
@@ -167,7 +174,7 @@ class Listener(_End):
             return b""
         if self.state == HELLO:
             if len(self._held) > _HELLO.size:
-                raise ProtocolError("the peer went on before it was asked")
+                raise ProtocolError("the peer sent more than the handshake allows")
             self._nonces = _HELLO.unpack(self._held)[2], self._nonce
             self.state = CHALLENGE
             return _HELLO.pack(_MAGIC, VERSION, self._nonce)
@@ -194,18 +201,18 @@ class Listener(_End):
         return b""
 
     def welcome(self) -> bytes:
-        """Let the peer in, unless it looks for somebody else."""
+        """Accept the peer, unless its target is another worker."""
         if self._target != self._identity:
             self.state = REFUSED
-            return self._verdict(_NOT_ME, self._identity)
+            return self._pack_decision(_WRONG_TARGET, self._identity)
         self.state = READY
         self._held = b""
-        return self._verdict(_LET_IN, self._identity)
+        return self._pack_decision(_ACCEPTED, self._identity)
 
     def refuse(self, why: str) -> bytes:
         self.state = REFUSED
-        return self._verdict(_SAY_WHY, why.encode()[:MAX_IDENTITY])
+        return self._pack_decision(_DENIED, why.encode()[:MAX_IDENTITY])
 
-    def _verdict(self, verdict: int, said: bytes) -> bytes:
-        mac = self._mac(b"listener", *self._nonces, self._proof, bytes([verdict]), said)
-        return _WELCOME.pack(mac, verdict, len(said)) + said
+    def _pack_decision(self, decision: int, said: bytes) -> bytes:
+        mac = self._mac(b"listener", *self._nonces, self._proof, bytes([decision]), said)
+        return _WELCOME.pack(mac, decision, len(said)) + said

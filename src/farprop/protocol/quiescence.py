@@ -1,12 +1,12 @@
-"""When is all work of a job done? Asked by graceful shutdown.
+"""Termination detection for graceful shutdown: when is all work of a job done?
 
-Each round every worker reports how many requests it has ever sent, and whether it is idle: no request of its own
-unanswered, none of others running. Work is done when two rounds in a row show every worker idle and nobody has sent
-anything in between. One round is not enough: a request can slip from a worker that has not reported yet to one that
-has.
+In each round every worker reports how many requests it has ever sent, and whether it is idle: none of its own requests
+is unanswered, and it runs none of other workers. The work is done when two consecutive rounds show every worker idle,
+and no worker has sent a request between its two reports.
 
-Why two are: whatever runs between the rounds was sent by someone. If they sent it before their first report they were
-not idle then; if after, their count has moved.
+One round is not enough: a worker that has not reported yet can send a request to one that has. Two rounds are: some
+worker sent any request that runs between the rounds. If it sent the request before its first report, it was not idle
+then; if after, its count has changed.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from farprop.errors import ProtocolError
 
 
 class Report(NamedTuple):
-    """One worker's word in one round."""
+    """One worker's report in one round."""
 
     sent: int
     idle: bool
 
     @classmethod
     def of(cls, word: Any) -> Report:
-        """What came in a message."""
+        """Check a report from a message."""
         match word:
             case (int() as sent, bool() as idle):
                 return cls(sent, idle)
-        raise ProtocolError("a worker's report at shutdown makes no sense")
+        raise ProtocolError("a worker's report at shutdown is malformed")
 
 
 class Quiescence:
-    """Feed it rounds; it says when to stop."""
+    """Compares the reports of consecutive rounds."""
 
     def __init__(self) -> None:
         self._last: dict[str, int] | None = None
 
     def round(self, reports: Mapping[str, Report]) -> bool:
-        """True when this round and the one before agree that nothing is left."""
+        """Add the reports of a round, by worker; returns True when the work is done."""
         if not all(report.idle for report in reports.values()):
             self._last = None
             return False

@@ -1,9 +1,9 @@
-"""Who is in the job: what a worker publishes about itself, and what rank 0 makes of all of it.
+"""The roster of a job: the entry that each worker publishes about itself, and rank 0's decision on all entries.
 
-Entries travel as JSON through the store, signed (``protocol/signing.py``). Rules that hold here:
+Entries travel as signed JSON through the store (``protocol/signing.py``). Rules that hold here:
 
-- Rank 0 judges all entries and publishes one verdict, so that every worker sees the same roster or the same error.
-- Whatever text comes in, the outcome is a value or ``RendezvousError``.
+- Rank 0 checks all entries and publishes one decision, so that every worker sees the same roster or the same error.
+- Any text yields a value, or raises ``RendezvousError``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 class Identity(NamedTuple):
-    """Who a worker is in a handshake, and the largest message that it takes."""
+    """A worker's identity in a handshake, and the largest message that it accepts."""
 
     name: str
     rank: int
@@ -37,7 +37,7 @@ class Identity(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Identity:
-        """Only for what has been authenticated; what makes no sense is a ``ProtocolError`` nevertheless."""
+        """Parse authenticated bytes; raises ``ProtocolError`` if they are malformed."""
         try:
             identity = msgspec.json.decode(data, type=cls)
             check_worker_name(identity.name)
@@ -57,18 +57,18 @@ class Entry:
     name: str
     rank: _Count
     world_size: _Count  # 0 in a group that workers join and leave
-    instance: _Text  # random, tells a process from its successor under the same name
+    instance: _Text  # random; distinguishes a process from a later one with the same name
     tcp: tuple[_Text, _Port]
     unix: _Text  # abstract socket name, or "" when it listens on TCP alone
     net: _Text  # network namespace in which the abstract name is known
-    host: _Text  # for people
-    pid: int  # for people
-    own_secret: bool  # found by itself, not given by FARPROP_SECRET
+    host: _Text  # for error texts
+    pid: int  # for error texts
+    own_secret: bool  # made by the workers of one host, not given by FARPROP_SECRET
     tls: bool = True  # whether its TCP connections are encrypted
-    max_message_bytes: int = 1 << 34  # it takes no larger ones
-    # For each worker that it calls, which device there takes what is on a device here: {"w1": {"cuda:0": "cuda:1"}}
+    max_message_bytes: int = 1 << 34  # the largest message that it accepts
+    # By callee, from devices of this worker to devices of the callee: {"w1": {"cuda:0": "cuda:1"}}
     device_maps: dict[_Text, dict[_Text, _Text]] = field(default_factory=dict)
-    devices: list[_Text] = field(default_factory=list)  # those that it uses in calls; empty if it did not say
+    devices: list[_Text] = field(default_factory=list)  # devices that it uses in calls; empty if not given
     cuda_devices: _Count = 0
     restricted: bool = False  # calls exposed functions only, with data only
 
@@ -87,7 +87,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class _Verdict:
+class _Decision:
     problem: str | None
     workers: list[Entry]
 
@@ -109,8 +109,8 @@ def _check_name(entry: Entry) -> None:
         raise RendezvousError(f"The store holds a worker's entry with a bad name: {error}") from error
 
 
-def judge(entries: Sequence[Entry]) -> str | None:
-    """What is wrong with these workers as one job, as a sentence that says what to do; None if nothing is."""
+def check_roster(entries: Sequence[Entry]) -> str | None:
+    """Return why these workers can't be one job, with advice; None if they can."""
     for name, times in Counter(entry.name for entry in entries).items():
         if times > 1:
             where = ", ".join(f"rank {e.rank} on {e.host}" for e in entries if e.name == name)
@@ -125,11 +125,11 @@ def judge(entries: Sequence[Entry]) -> str | None:
             f"FARPROP_TLS=0 is set on {', '.join(plain)} and not on the other workers, so they can't talk to each "
             "other. Set it on all of them or on none."
         )
-    return _judge_modes(entries)
+    return _check_modes(entries)
 
 
 def different_secrets(own: Entry, text: bytes, where: str) -> str:
-    """What to do about an entry that another secret signed. ``text`` may be anybody's: it only helps to say it well."""
+    """The error for an entry that is signed with another secret. ``text`` is not trusted: it only helps to explain."""
     try:
         other = Entry.from_json(text)
     except RendezvousError:
@@ -141,7 +141,7 @@ def different_secrets(own: Entry, text: bytes, where: str) -> str:
     if own.own_secret and other.own_secret:
         return (
             f"{first.name} ({first.host}) and {second.name} ({second.host}) share no secret: they are on different "
-            "hosts, belong to different users, or one is of an earlier start that used the same store. Set "
+            "hosts, belong to different users, or one is left from an earlier start that used the same store. Set "
             "FARPROP_SECRET to the same long random text on every worker (for example the output of: python -c "
             '"import secrets; print(secrets.token_hex(32))"), or FARPROP_SECRET_FILE to a file that holds it. '
             "FARPROP_INSECURE=1 lets anyone who can reach the workers run code on them."
@@ -155,7 +155,7 @@ def different_secrets(own: Entry, text: bytes, where: str) -> str:
     )
 
 
-def _judge_modes(entries: Sequence[Entry]) -> str | None:
+def _check_modes(entries: Sequence[Entry]) -> str | None:
     restricted = [entry.name for entry in entries if entry.restricted]
     others = [entry.name for entry in entries if not entry.restricted]
     if not restricted or not others:
@@ -166,15 +166,15 @@ def _judge_modes(entries: Sequence[Entry]) -> str | None:
     )
 
 
-def verdict_to_json(entries: Sequence[Entry], problem: str | None) -> str:
-    return msgspec.json.encode(_Verdict(problem, [] if problem else list(entries))).decode()
+def decision_to_json(entries: Sequence[Entry], problem: str | None) -> str:
+    return msgspec.json.encode(_Decision(problem, [] if problem else list(entries))).decode()
 
 
-def verdict_from_json(text: str | bytes) -> list[Entry]:
-    """The roster that rank 0 published; raises its reason if it refused."""
-    verdict = _decoded(text, _Verdict, "rank 0's roster")
-    if verdict.problem:
-        raise RendezvousError(verdict.problem)
-    for entry in verdict.workers:
+def decision_from_json(text: str | bytes) -> list[Entry]:
+    """Parse rank 0's decision; returns the roster, or raises ``RendezvousError`` with rank 0's reason."""
+    decision = _decoded(text, _Decision, "rank 0's roster")
+    if decision.problem:
+        raise RendezvousError(decision.problem)
+    for entry in decision.workers:
         _check_name(entry)
-    return verdict.workers
+    return decision.workers

@@ -1,11 +1,11 @@
-"""What the workers of a job sign for each other, with keys that are made of the job's key.
+"""Signatures of values in the store, with keys derived from the job's key.
 
-Nobody authenticates those who write to the store, so each value in it carries a MAC over itself and over the name under
-which it stands. Rules that hold here:
+The store does not authenticate its writers, so each value carries a MAC over its text and its name. Rules that hold
+here:
 
-- A key is for one job, one plane (calls, or a process group) and one use: nothing can be taken from one to another.
-- Nothing of a value is interpreted before its MAC was found right.
-- Whatever value comes in, the outcome is its text or ``Unsigned``.
+- A key is for one job, one plane (calls, or a process group) and one use. A value can't be replayed in another.
+- A value is not interpreted before its MAC is verified.
+- Any value yields its text, or raises ``Unsigned``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_VALUE = 64 << 20  # the roster of a job of 100,000 workers
 
 
 class Unsigned(RendezvousError):
-    """A value in the store that was not signed with this job's key, or was altered."""
+    """A value in the store is not signed with this job's key, or was altered."""
 
 
 class Keys:
@@ -38,11 +38,11 @@ class Keys:
         return "<Keys>"
 
     def sign(self, name: str, text: str) -> str:
-        """The value to put into the store under ``name``."""
+        """Return the signed value to put into the store under ``name``."""
         return f"{self._mac(name, text.encode())} {text}"
 
     def read(self, name: str, value: bytes) -> bytes:
-        """The text of a value that stands under ``name``."""
+        """Verify the value stored under ``name``, and return its text; raises ``Unsigned``."""
         mac, space, text = value[:_MAC_CHARACTERS], value[_MAC_CHARACTERS : _MAC_CHARACTERS + 1], unsigned_text(value)
         if len(value) > _MAX_VALUE or space != b" " or not hmac.compare_digest(mac, self._mac(name, text).encode()):
             raise Unsigned(
@@ -57,5 +57,5 @@ class Keys:
 
 
 def unsigned_text(value: bytes) -> bytes:
-    """What a value says, whoever wrote it: for the words of an error, and nothing else."""
+    """The text of a value without verification. Only for error texts."""
     return value[_MAC_CHARACTERS + 1 :]

@@ -19,7 +19,9 @@ import torch.distributed as dist
 from farprop.config import Settings
 from farprop.errors import UsageError
 from farprop.ids import WorkerInfo, check_worker_name
-from farprop.rpc import api, backend_registry, constants, functions, internal, meeting, options
+from farprop.locks import make_lock
+from farprop.rpc import api, backend_registry, constants, functions, internal, options
+from farprop.rpc import store as stores
 from farprop.rpc.agent import RpcAgent, TensorPipeAgent
 from farprop.rpc.api import (
     AllGatherStates,
@@ -71,11 +73,11 @@ from farprop.rpc.constants import (
     _DEFAULT_RPC_TIMEOUT_SEC,
     _UNSET_RPC_TIMEOUT,
 )
-from farprop.rpc.exposing import expose
+from farprop.rpc.functions import expose
 from farprop.rpc.inspection import LiveReference, debug_info, live_references
 from farprop.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions, _TensorPipeRpcBackendOptionsBase
 from farprop.rpc.rref import RRef
-from farprop.rpc.saved import _disable_jit_rref_pickle, _enable_jit_rref_pickle
+from farprop.rpc.saved_rrefs import _disable_jit_rref_pickle, _enable_jit_rref_pickle
 from farprop.rpc.server_process_global_profiler import _server_process_global_profile
 from farprop.runtime.agent import meeting_seconds
 from farprop.runtime.secret import check_settings
@@ -109,14 +111,18 @@ __all__ = [
     "shutdown",
 ]
 
-_is_tensorpipe_available = True  # farprop's backend, under that name
+_is_tensorpipe_available = True  # farprop's backend has that name
 
-_init_counter_lock = threading.Lock()
+_init_counter_lock = make_lock("init_counter")
 _init_counter = 0
 
 
 def is_available() -> bool:
-    """Whether this build can make calls. Farprop always can."""
+    """Whether RPC is available. Always true, unlike in some builds of torch.
+
+    Returns:
+        True.
+    """
     return True
 
 
@@ -129,16 +135,26 @@ def init_rpc(
     *,
     restricted: bool = False,
 ) -> None:
-    """Make this process a worker: it can call others and be called when this returns.
+    """Make this process a worker of a job. When it returns, this worker can call others and be called.
 
     Args:
-        name: unique in the job; letters, digits, ``_``, ``-`` and ``:``.
-        backend: a member of ``BackendType``; the default is farprop's own.
-        rank: unique in the job, from 0.
-        world_size: how many workers there are; this call returns when all have come. Without it, workers come and go.
-        rpc_backend_options: threads, default timeout, and where workers meet.
-        restricted: whether other workers may only call what has ``@farprop.rpc.expose``, with data: nothing that they
-            send is unpickled. On all workers or on none. ``FARPROP_RESTRICTED=1`` is the same.
+        name: The worker's name, unique in the job: letters, digits, ``_``, ``-`` and ``:``.
+        backend: A member of ``BackendType``. By default farprop's own.
+        rank: The worker's rank, unique in the job, from 0.
+        world_size: The number of workers. The call returns when all have joined. Without it workers may join and leave
+            at any time.
+        rpc_backend_options: The number of threads, the default timeout, and how workers find each other.
+        restricted: Whether other workers may only call functions with ``@farprop.rpc.expose`` and send only plain data;
+            nothing is unpickled. It has to be the same on all workers. ``FARPROP_RESTRICTED=1`` has the same effect.
+
+    Raises:
+        UsageError: This process is a worker already, or ``name`` or a setting in the environment is invalid.
+        TypeError: ``backend`` or ``rpc_backend_options`` has the wrong type.
+        ValueError: ``rank``, ``init_method`` or a device map is invalid.
+        RendezvousError: The store can't be reached, or other workers did not join in time.
+
+    Example:
+        ``rpc.init_rpc("worker0", rank=0, world_size=2)``
     """
     backend, chosen = _backend_and_options(backend, rpc_backend_options)
     check_worker_name(name)
@@ -150,16 +166,16 @@ def init_rpc(
     global _init_counter
     with _init_counter_lock:
         timeout = meeting_seconds(chosen.rpc_timeout)
-        store, rank, world_size = meeting.open_store(chosen.init_method, rank, world_size, chosen, timeout)
+        store, rank, world_size = stores.open_store(chosen.init_method, rank, world_size, chosen, timeout)
         store = dist.PrefixStore(f"rpc_prefix_{_init_counter}", store)
         _init_rpc_backend(backend, store, name, rank, world_size, chosen, restricted)
-        # Counted only when it worked: a worker that tries again meets those that still wait.
+        # Counted only on success, so that a worker that tries again finds those that still wait.
         _init_counter += 1
 
 
 def _backend_and_options(backend: Any, given: RpcBackendOptions | None) -> tuple[Any, Any]:
     known = backend_registry.BackendType
-    # A member of an earlier BackendType is as good: each registration makes a new one.
+    # Accept a member of an earlier BackendType: each registration makes a new enum.
     if isinstance(getattr(backend, "value", None), BackendValue) and backend.name in known.__members__:
         backend = known[backend.name]
     if backend is not None and not isinstance(backend, known):
@@ -187,11 +203,11 @@ def _init_rpc_backend(
     rpc_backend_options: Any = None,
     restricted: bool = False,
 ) -> None:
-    """Start a backend on a store that the caller has opened."""
+    """Start a backend with a store that the caller has opened."""
     _validate_rpc_args(backend, store, name, rank, world_size, rpc_backend_options)
     if _is_current_rpc_agent_set():
         raise UsageError("RPC is already initialized. Call farprop.rpc.shutdown before init_rpc.")
-    api._forget_gatherings()
+    api._reset_gathers()
     agent = backend_registry.init_backend(
         backend,
         store=store,
@@ -199,7 +215,7 @@ def _init_rpc_backend(
         rank=rank,
         world_size=world_size,
         rpc_backend_options=rpc_backend_options,
-        **({"restricted": True} if restricted else {}),  # others' backends need not know of it
+        **({"restricted": True} if restricted else {}),  # other backends need not know this argument
     )
     api._init_rpc_states(agent)
 
@@ -207,7 +223,7 @@ def _init_rpc_backend(
 def _validate_rpc_args(
     backend: Any, store: Any, name: Any, rank: Any, world_size: Any, rpc_backend_options: Any
 ) -> None:
-    """Raises if one of them is of another type than ``_init_rpc_backend`` takes."""
+    """Raise ``RuntimeError`` if an argument of ``_init_rpc_backend`` has the wrong type."""
     for argument, value, kind in (
         ("backend", backend, backend_registry.BackendType),
         ("store", store, dist.Store),

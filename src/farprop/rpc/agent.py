@@ -1,4 +1,4 @@
-"""The agent under torch's names: what ``rpc.api._get_current_rpc_agent()`` gives."""
+"""The agent under torch's names: what ``rpc.api._get_current_rpc_agent()`` returns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from farprop.config import Settings
 from farprop.ids import WorkerInfo
 from farprop.rpc.options import _TensorPipeRpcBackendOptionsBase
 from farprop.runtime.agent import Agent, AgentOptions
-from farprop.runtime.devices import portable
+from farprop.runtime.device_placement import portable
 from farprop.runtime.rendezvous import host_of
 from farprop.wire.dialect import PICKLES
 
@@ -22,14 +22,17 @@ _METRICS = ("thread_pool_size", "num_idle_threads", "client_active_calls", "serv
 
 
 class RpcAgent(Agent):
-    """What every backend's agent has."""
+    """The base class of every backend's agent."""
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
-        """Wait until no worker of the job has anything left to do. All of them have to call it.
+        """Wait until no worker of the job has work left. All workers have to call it.
 
         Args:
-            shutdown: whether the agent is to be shut down next; nothing depends on it here.
-            timeout: seconds to wait for the others; 0 as long as they live.
+            shutdown: Whether the agent is shut down next. It makes no difference here.
+            timeout: The seconds to wait for the others; 0 disables the timeout.
+
+        Raises:
+            RpcTimeoutError: The others did not finish in time.
         """
         from farprop.rpc import api
 
@@ -39,16 +42,20 @@ class RpcAgent(Agent):
             api._wait_for_own_work(self, timeout)
 
     def sync(self) -> None:
-        """Does nothing, as for torch's own agent: a message is on its way when the call that sends it returns."""
+        """Do nothing, as torch's own agent does: a message is on its way when the call that sends it returns."""
 
     def get_metrics(self) -> dict[str, str]:
-        """How busy this worker is, as text, under the keys that torch has."""
+        """Get figures about the load of this worker.
+
+        Returns:
+            Numbers as strings, under torch's keys.
+        """
         info = self.get_debug_info()
         keys = [*(f"agent.{name}" for name in _METRICS), "agent.server_active_async_calls"]
         return {key: info[key] for key in (*keys, "agent.gil_average_wait_time_us") if key in info}
 
     def _get_device_map(self, worker_info: WorkerInfo) -> dict[torch.device, torch.device]:
-        """Which devices of a worker take what is on devices here."""
+        """The device map for calls to a worker."""
         return self._devices.map_for(self.get_worker_info(worker_info).name)
 
 
@@ -56,15 +63,16 @@ class TensorPipeAgent(RpcAgent):
     """The agent of farprop's own backend, under the name that torch gives its own.
 
     Args:
-        store: where the workers meet.
-        name: unique in the job.
-        rank: unique in the job.
-        world_size: how many workers there are; None if they come and go.
-        rpc_backend_options: what ``TensorPipeRpcBackendOptions`` says.
-        reverse_device_maps: taken as torch takes it. Answers go by the inverse of the caller's map, which is in the
-            roster of the job.
-        devices: local devices used by calls, besides those of the options.
-        restricted: whether other workers may only call what is exposed, with data. ``FARPROP_RESTRICTED`` says so, too.
+        store: The store through which the workers find each other.
+        name: The worker's name, unique in the job.
+        rank: The worker's rank, unique in the job.
+        world_size: The number of workers; None if workers may join and leave.
+        rpc_backend_options: The options, for example ``TensorPipeRpcBackendOptions``.
+        reverse_device_maps: Accepted and ignored. Answers use the inverse of the caller's map, which is in the job's
+            roster.
+        devices: Local devices used by calls, in addition to those of the options.
+        restricted: Whether other workers may only call exposed functions, with plain data. ``FARPROP_RESTRICTED=1`` has
+            the same effect.
     """
 
     def __init__(
@@ -80,13 +88,13 @@ class TensorPipeAgent(RpcAgent):
     ) -> None:
         dialect = PICKLES
         if restricted or Settings.from_env().restricted:
-            from farprop.rpc import restricted as mode  # with msgspec, which others need not import
+            from farprop.rpc import restricted as mode  # imports msgspec, which other jobs don't need
 
             mode.check_options(rpc_backend_options.device_maps)
             mode.refuse_object_collectives()
             dialect = mode.data_dialect(name)
         self._options = rpc_backend_options
-        # A device that is named twice is an error of the options, which the roster's judge finds.
+        # A device that the options name twice is an error, which the check of the roster finds.
         more = [device for device in devices if device not in rpc_backend_options.devices]
         super().__init__(
             store,
@@ -105,8 +113,8 @@ class TensorPipeAgent(RpcAgent):
 
     @property
     def store(self) -> Any:
-        """Where the workers of the job have met; None after the shutdown."""
-        return self._group.users_store()
+        """The store through which the workers found each other; None after the shutdown."""
+        return self._membership.users_store()
 
     def _get_backend_options(self) -> _TensorPipeRpcBackendOptionsBase:
         return self._options
@@ -118,12 +126,12 @@ class TensorPipeAgent(RpcAgent):
         reverse_device_map: Mapping[str, Mapping[torch.device, torch.device]],
         is_join: bool,
     ) -> None:
-        """A worker has come or gone, in a group whose workers do: look at the store, which knows who is there."""
-        self._group.refresh()
+        """A worker has joined or left: read from the store who is there."""
+        self._membership.refresh()
 
 
 def _master_host(init_method: Any, store: dist.Store) -> str:
-    """Where the job's other hosts are: which of our interfaces to listen on follows from it."""
+    """The host of the store. It decides on which of our interfaces the agent listens."""
     if not isinstance(init_method, str):
         return host_of(store) or "127.0.0.1"
     if init_method.startswith("file:"):

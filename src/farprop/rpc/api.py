@@ -1,4 +1,4 @@
-"""Calls between workers, under the names of ``torch.distributed.rpc.api``."""
+"""Calls between workers and the shutdown: the names of ``torch.distributed.rpc.api``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch
 from farprop._torch import ScriptFunction, find_builtin, is_legacy_profile, profiler_enabled, qualified_name
 from farprop.errors import FarpropError, UsageError
 from farprop.ids import WorkerInfo
-from farprop.protocol.gatherings import Failure, Key
+from farprop.protocol.gather import Failure, Key
 from farprop.protocol.quiescence import Quiescence, Report
-from farprop.rpc import internal, saved
+from farprop.rpc import internal, saved_rrefs
 from farprop.rpc._utils import _group_membership_management as _group_membership_management
 from farprop.rpc._utils import _update_group_membership as _update_group_membership
 from farprop.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
@@ -33,14 +33,15 @@ from farprop.rpc.invocations import _invoke_rpc_torchscript as _invoke_rpc_torch
 from farprop.rpc.invocations import create
 from farprop.rpc.options import checked_timeout
 from farprop.rpc.rref import RRef, T
-from farprop.runtime import current, profiling
+from farprop.runtime import agent_registry, profiling
+from farprop.runtime import agent_registry as current
 from farprop.runtime.agent import Agent
-from farprop.runtime.current import current_agent
+from farprop.runtime.agent_registry import current_agent
+from farprop.runtime.dynamo_disable import uncompiled
 from farprop.runtime.futures import Future
-from farprop.runtime.gather import AllGatherStates, Calls, Gatherings, gather
-from farprop.runtime.profiling import Session
-from farprop.runtime.uncompiled import uncompiled
-from farprop.wire.frames import SYSTEM
+from farprop.runtime.gather import AllGatherStates, GatherCalls, Gathers, gather
+from farprop.runtime.profiling import ProfiledFunction, Session
+from farprop.wire.message import SYSTEM
 
 __all__ = [
     "AllGatherStates",
@@ -57,13 +58,13 @@ __all__ = [
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-logger = logging.getLogger("farprop.rpc")
+logger = logging.getLogger(__name__)
 
 _default_pickler: Any = _internal_rpc_pickler
 _thread_local_var = threading.local()
-_gatherings = Gatherings()
+_gathers = Gathers()
 _ALL_WORKER_NAMES: set[str] = set()  # as they were when this worker joined
-_ignore_rref_leak = True  # a program may set it to False: then leaks are an error at shutdown
+_ignore_rref_leak = True  # programs may set it to False; then leaked references are an error at shutdown
 
 PyRRef = RRef
 GenericWithOneTypeVar: Any = Generic[T]  # type: ignore[index]
@@ -83,7 +84,7 @@ def _require_initialized(func: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @contextlib.contextmanager
 def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
-    """Encode calls with another pickler, derived from ``internal._InternalRPCPickler``."""
+    """Encode calls with a pickler derived from ``internal._InternalRPCPickler``, inside the block."""
     global _default_pickler
     _default_pickler = rpc_pickler
     try:
@@ -94,7 +95,7 @@ def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _wait_all() -> Iterator[None]:
-    """Wait at the end of the block for all futures that ``rpc_async`` returned in it, on this thread."""
+    """At the end of the block, wait for all futures that ``rpc_async`` returned in it on this thread."""
     _thread_local_var.future_list = []
     try:
         yield
@@ -104,7 +105,7 @@ def _wait_all() -> Iterator[None]:
         torch.futures.wait_all(futures)
 
 
-# Starting
+# Start
 
 
 def _init_rpc_states(agent: Any) -> None:
@@ -114,10 +115,10 @@ def _init_rpc_states(agent: Any) -> None:
         _set_and_start_rpc_agent(agent)
 
 
-def _forget_gatherings() -> None:
-    """Before a worker can be reached: a word of a faster worker may come before init_rpc has returned here."""
-    global _gatherings
-    _gatherings = Gatherings()
+def _reset_gathers() -> None:
+    """Forget the all-gathers of an earlier job. Call it before other workers can reach this one."""
+    global _gathers
+    _gathers = Gathers()
 
 
 def _set_and_start_rpc_agent(agent: Any) -> None:
@@ -128,12 +129,22 @@ def _reset_current_rpc_agent() -> None:
     current.reset_agent()
 
 
-# Who is who
+# Workers
 
 
 @_require_initialized
 def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
-    """The ``WorkerInfo`` of the worker with this name (or id); of this worker if none is given."""
+    """Get the ``WorkerInfo`` of a worker.
+
+    Args:
+        worker_name: Its name or rank. By default this worker.
+
+    Returns:
+        Its name and rank.
+
+    Raises:
+        UsageError: There is no such worker, or this process is not a worker.
+    """
     return current_agent().get_worker_info(worker_name)
 
 
@@ -149,7 +160,7 @@ def _to_worker_info(to: Any) -> WorkerInfo:
 
 
 def _check_name(func: Any) -> None:
-    """What is called may be a name in a restricted job, whose workers need not have each other's code."""
+    """Raise ``TypeError`` unless ``func`` is a name in a restricted job, where a caller need not have the code."""
     if type(func) is not str or not current_agent().dialect.restricted:
         raise TypeError("function should be callable.")
 
@@ -162,18 +173,31 @@ def rpc_sync(
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """Run ``func(*args, **kwargs)`` on worker ``to`` and return its result.
+    """Run ``func(*args, **kwargs)`` on another worker and wait for its result.
 
     Args:
-        to: the worker's name, rank or ``WorkerInfo``.
-        func: a function, method, class, torch operator, TorchScript function, ``async def`` function or lambda. In a
-            restricted job: what the worker has exposed, or its name.
-        timeout: seconds to wait for the result; 0 for ever. Unset, the process's default holds.
+        to: The worker's name, rank or ``WorkerInfo``.
+        func: A function, method, class, torch operator, TorchScript function, ``async def`` function or lambda. In a
+            restricted job: a function that the worker has exposed, or its name.
+        args: Positional arguments of ``func``.
+        kwargs: Keyword arguments of ``func``.
+        timeout: The seconds to wait; 0 disables the timeout. By default the process's default.
 
-    Raises what ``func`` raised, as its own type; ``RpcTimeoutError`` when there is no answer in time;
-    ``ConnectionLostError`` when the worker is gone.
+    Returns:
+        What ``func`` returned.
+
+    Raises:
+        RpcTimeoutError: There was no answer in time.
+        ConnectionLostError: The worker is gone.
+        UsageError: This process is not a worker, or there is no such worker.
+        Exception: What ``func`` raised, as the same type.
+
+    Example:
+        ``y = rpc.rpc_sync("worker1", torch.add, args=(a, b))``
     """
-    agent = current_agent()
+    agent = agent_registry.installed
+    if agent is None:
+        agent = current_agent()  # raises
     if type(to) is not str:
         to = _to_worker_info(to)
     if not callable(func):
@@ -195,10 +219,26 @@ def rpc_async(
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> torch.futures.Future[Any]:
-    """Run ``func(*args, **kwargs)`` on worker ``to``; returns a future of its result at once.
+    """Run ``func(*args, **kwargs)`` on another worker and return a future of its result at once.
 
-    Arguments are as for :func:`rpc_sync`. Don't change the tensors in ``args`` before the future is done: large ones
-    may still be on their way.
+    Don't change tensors in the arguments before the future is done: large ones may not be sent yet.
+
+    Args:
+        to: The worker's name, rank or ``WorkerInfo``.
+        func: A function, method, class, torch operator, TorchScript function, ``async def`` function or lambda. In a
+            restricted job: a function that the worker has exposed, or its name.
+        args: Positional arguments of ``func``.
+        kwargs: Keyword arguments of ``func``.
+        timeout: The seconds after which the future fails; 0 disables the timeout. By default the process's default.
+
+    Returns:
+        A future of what ``func`` returns. It raises what :func:`rpc_sync` would raise.
+
+    Raises:
+        UsageError: This process is not a worker, or there is no such worker.
+
+    Example:
+        ``future = rpc.rpc_async("worker1", torch.add, args=(a, b))``, then ``future.wait()``
     """
     future = _invoke_rpc(to, func, RPCExecMode.ASYNC, args, kwargs, timeout)
     if hasattr(_thread_local_var, "future_list"):
@@ -214,7 +254,7 @@ def _invoke_rpc(
     kwargs: dict[str, Any] | None = None,
     rpc_timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future:
-    """A call whose future ``_wait_all`` does not wait for. ``rpc_type`` is what profiles call it."""
+    """Start a call for which ``_wait_all`` does not wait. ``rpc_type`` is its type in profiles."""
     agent = current_agent()
     if type(to) is not str:
         to = _to_worker_info(to)
@@ -238,7 +278,8 @@ def _call_profiled(
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = _pickled(func, args, kwargs)
     future = Future()
-    agent.call_profiled(to, func, tuple(args) if args else (), kwargs or {}, timeout, future, session, key)
+    profile = ProfiledFunction(session, key, agent.get_worker_info().id)
+    agent.call_async(to, func, tuple(args) if args else (), kwargs or {}, timeout, future, 0, profile)
     return future
 
 
@@ -252,7 +293,7 @@ def _profiling_key(agent: Agent, mode: RPCExecMode, to: Any, func: Any) -> str:
 
 
 def _pickled(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """A call as the program's own pickler encodes it. Operators and script functions don't go through it."""
+    """Encode a call with the program's own pickler. Operators and script functions are not encoded with it."""
     is_script = isinstance(getattr(func, "_wrapped_async_rpc_function", func), ScriptFunction)
     if is_script or find_builtin(func) is not None:
         return func, args, kwargs
@@ -269,10 +310,25 @@ def remote(
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[Any]:
-    """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result; returns a reference to it at once.
+    """Run ``func(*args, **kwargs)`` on a worker that keeps the result, and return a reference to it at once.
 
-    Arguments are as for :func:`rpc_sync`. What ``func`` raises comes at ``to_here``. ``timeout`` is how long the worker
-    may take to make the value; after that, every use of the reference raises ``RpcTimeoutError``.
+    Args:
+        to: The worker's name, rank or ``WorkerInfo``.
+        func: A function, method, class, torch operator, TorchScript function, ``async def`` function or lambda. In a
+            restricted job: a function that the worker has exposed, or its name.
+        args: Positional arguments of ``func``.
+        kwargs: Keyword arguments of ``func``.
+        timeout: The seconds that the worker may take to create the value; 0 disables the timeout. By default the
+            process's default. After that every use of the reference raises ``RpcTimeoutError``.
+
+    Returns:
+        A reference to the result. Its ``to_here`` raises what ``func`` raised.
+
+    Raises:
+        UsageError: This process is not a worker, or there is no such worker.
+
+    Example:
+        ``rref = rpc.remote("worker1", torch.add, args=(a, b))``, then ``rref.to_here()``
     """
     if not callable(func):
         _check_name(func)
@@ -282,7 +338,7 @@ def remote(
 
 
 def _check_script_arguments(func: Any, args: tuple[Any, ...]) -> None:
-    """Too many arguments of a script function are noticed here, as by torch, and not when the reference is used."""
+    """Raise for too many arguments of a script function here, as torch does, not when the reference is used."""
     schema = func.schema
     if len(args) > len(schema.arguments):
         raise UsageError(
@@ -294,20 +350,21 @@ def _check_script_arguments(func: Any, args: tuple[Any, ...]) -> None:
 def _remote(
     to: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float, keep: Any = None
 ) -> RRef[Any]:
-    """``keep`` lives until the worker has answered."""
+    """Like ``remote``, after its checks. ``keep`` is kept alive until the worker has answered."""
     agent = current_agent()
     if type(to) is not str:
         to = _to_worker_info(to).name
     profile = None
     if profiler_enabled() and (session := profiling.session()) is not None:
-        profile = session, _profiling_key(agent, RPCExecMode.REMOTE, to, func)
+        key = _profiling_key(agent, RPCExecMode.REMOTE, to, func)
+        profile = ProfiledFunction(session, key, agent.get_worker_info().id)
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = _pickled(func, args, kwargs)
     return create(to, func, args, kwargs, timeout, profile, keep)
 
 
 def _rref_typeof_on_owner(rref: RRef[Any], blocking: bool = True) -> Any:
-    """On the owner: the type of a reference's value; with ``blocking=False`` a future that has it."""
+    """On the owner: the type of a reference's value; with ``blocking=False`` a completed future of it."""
     kind = type(rref.local_value())
     if blocking:
         return kind
@@ -317,15 +374,23 @@ def _rref_typeof_on_owner(rref: RRef[Any], blocking: bool = True) -> Any:
 
 
 def _rref_typeof_on_user(rref: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-    """Elsewhere: the type of a reference's value, or a future of it."""
+    """On other workers: the type of a reference's value, or a future of it."""
     return rref._get_type(timeout, blocking)
 
 
-# Torch makes the methods of its RRef by this, out of those of a C++ class, and leaves the last one behind.
+# Torch makes the methods of its RRef from those of a C++ class with these two.
 
 
 def method_factory(method_name: str, docstring: str) -> Callable[..., Any]:
-    """A function that calls the RRef's method of this name."""
+    """Make a function that calls a method of an RRef.
+
+    Args:
+        method_name: The name of the method.
+        docstring: The docstring of the function.
+
+    Returns:
+        The function, which takes the RRef and the arguments of the method.
+    """
 
     def method(self: RRef[Any], *args: Any, **kwargs: Any) -> Any:
         return getattr(RRef, method_name)(self, *args, **kwargs)
@@ -338,42 +403,47 @@ new_method = method_factory("to_here", RRef.to_here.__doc__ or "")
 
 
 def _get_should_profile() -> bool:
-    """Whether this thread is under a profile that calls take part in."""
+    """Whether this thread runs under a profiler that records calls."""
     return is_legacy_profile()
 
 
 def get_rpc_timeout() -> float:
-    """The process's default timeout of calls, in seconds; 0 is for none."""
+    """Get the process's default timeout of calls.
+
+    Returns:
+        The timeout in seconds; 0 means no timeout.
+    """
     return current_agent().rpc_timeout
 
 
 def _set_rpc_timeout(timeout: float) -> None:
-    """Set the process's default timeout of calls, in seconds; 0 is for none. Calls under way keep theirs."""
+    """Set the process's default timeout in seconds; 0 disables it. Calls under way keep theirs."""
     current_agent().rpc_timeout = checked_timeout(timeout)
 
 
-# Gatherings. The next three run on other workers, found by name.
+# All-gathers. Other workers call the next three functions by name.
 
 
 def _gather_to_leader(sequence_id: tuple[Any, ...], worker_name: str, obj: Any) -> None:
-    _gatherings.hear(Key.of(sequence_id), worker_name, obj)
+    _gathers.on_value(Key.of(sequence_id), worker_name, obj)
 
 
 def _broadcast_to_followers(sequence_id: tuple[Any, ...], objects_map: dict[str, Any]) -> None:
-    _gatherings.be_told(Key.of(sequence_id), objects_map)
+    _gathers.on_broadcast(Key.of(sequence_id), objects_map)
 
 
 def _release_follower(sequence_id: tuple[Any, ...], failure: tuple[Any, ...] | None) -> None:
-    _gatherings.be_released(Key.of(sequence_id), None if failure is None else Failure.of(failure))
+    _gathers.on_release(Key.of(sequence_id), None if failure is None else Failure.of(failure))
 
 
 @_require_initialized
 def _all_gather(
     obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """Every worker's ``obj`` by name, on every worker. All of ``worker_names`` (default: all) have to call it.
+    """Exchange objects: returns every worker's ``obj`` by worker name. All of ``worker_names`` have to call it.
 
-    The worker whose name sorts first lets the others go when it is through: what they do next is often to call it.
+    The worker whose name sorts first is the leader. The others return only after the leader has all objects, because
+    they often call it next.
     """
     return _gather(obj, worker_names, timeout)
 
@@ -381,43 +451,43 @@ def _all_gather(
 def _gather(obj: Any, worker_names: Iterable[str] | None, timeout: float, flags: int = 0) -> dict[str, Any]:
     agent = current_agent()
     names = set(worker_names or (info.name for info in agent.get_worker_infos()))
-    calls = Calls(_gather_to_leader, _broadcast_to_followers, _release_follower)
-    return gather(agent, _gatherings, obj, names, timeout, calls, flags)
+    calls = GatherCalls(_gather_to_leader, _broadcast_to_followers, _release_follower)
+    return gather(agent, _gathers, obj, names, timeout, calls, flags)
 
 
 @_require_initialized
 def _barrier(worker_names: Iterable[str]) -> None:
-    """Wait until all of ``worker_names`` are here."""
+    """Wait until all of ``worker_names`` have called this."""
     try:
         _all_gather(None, set(worker_names))
     except RuntimeError:
-        logger.exception("Failed to complete barrier")
+        logger.exception("Worker %s: failed to complete barrier", current_agent().get_worker_info().name)
 
 
 @_require_initialized
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Wait until every worker of the job is here."""
+    """Wait until every worker of the job has called this."""
     try:
         _all_gather(None, timeout=timeout)
     except RuntimeError:
-        logger.error("not all workers came to the shutdown")
+        logger.error("Worker %s: not all workers called shutdown", current_agent().get_worker_info().name)
         raise
 
 
-# Ending
+# Shutdown
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: timedelta = timedelta(seconds=100)) -> None:
-    """Every reference that this worker has to a value of another one is dropped. Using it raises from now on.
+    """Drop all references of this worker to values of other workers. Using one raises from now on.
 
     Args:
-        timeout: how long torch's waits for those that are not confirmed. Here nothing has to be waited for.
+        timeout: Accepted and ignored. Torch waits for unconfirmed references; farprop need not.
     """
     current_agent().references.drop_all()
 
 
 def _destroy_rref_context(ignore_rref_leak: bool) -> None:
-    """Drop this worker's references, and say which values of its own others still refer to: raise, or warn."""
+    """Drop this worker's references; raise, or only warn, if others still refer to its values."""
     agent = current_agent()
     leaks: list[LiveReference] = []
     _note_owned(leaks)
@@ -426,28 +496,32 @@ def _destroy_rref_context(ignore_rref_leak: bool) -> None:
 
 
 def _cleanup_python_rpc_handler() -> None:
-    """Does nothing: torch lets go here of Python objects that its C++ code holds."""
+    """Do nothing. Torch releases Python objects here that its C++ code holds."""
 
 
 @_require_initialized
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Leave the job and stop farprop on this worker. ``init_rpc`` may be called again after it.
+    """Leave the job and stop farprop on this worker. After it ``init_rpc`` can be called again.
 
     Args:
-        graceful: wait until every worker has called ``shutdown`` and all work everywhere is done. If not, stop now:
-            open calls fail, here and at those who called us.
-        timeout: seconds to wait for the others; 0 as long as they live. A worker that died ends the wait with an
-            error, and this worker is shut down all the same.
+        graceful: Whether to wait until every worker has called ``shutdown`` and all work of the job is done. Otherwise
+            this worker stops at once, and its open calls and those of its callers fail.
+        timeout: The seconds to wait for the others; 0 disables the timeout.
+
+    Raises:
+        ConnectionLostError: A worker died. This worker is shut down nevertheless.
+        RpcTimeoutError: The others did not finish in time. This worker is shut down nevertheless.
+        UsageError: This process is not a worker.
     """
     agent = current_agent()
     try:
         if graceful:
             if getattr(agent, "is_static_group", True):
                 _wait_all_workers(timeout)
-                _let_work_end(agent, timeout)  # which may still use references
+                _drain_work(agent, timeout)  # work may still use references
                 _delete_all_user_and_unforked_owner_rrefs()
                 leaks: list[LiveReference] = []
-                # After the last round the others leave, and what they held counts no more.
+                # References are counted before the last round, because after it the others leave.
                 _wait_for_all_work(agent, timeout, lambda: _note_owned(leaks))
                 _report_leaks(agent, leaks, _ignore_rref_leak)
             else:
@@ -458,12 +532,12 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
 
 def _note_owned(found: list[LiveReference]) -> None:
-    """Which values of this worker others refer to now."""
+    """Note which values of this worker others refer to now."""
     found[:] = [reference for reference in live_references() if reference.role == "owner"]
 
 
 def _report_leaks(agent: Agent, leaks: list[LiveReference], ignore: bool) -> None:
-    """Nobody should refer to values here any more. If somebody does, say which, and whose."""
+    """Log or raise which values of this worker other workers still refer to."""
     if not leaks:
         return
     lines = "\n".join(f"  {leak}" for leak in leaks)
@@ -478,40 +552,44 @@ def _finalize_shutdown() -> None:
     agent = current_agent()
     _reset_current_rpc_agent()
     agent.shutdown()
-    saved.forget()
+    saved_rrefs.release_all()
 
 
 def _wait_for_all_work(agent: Agent, timeout: float, before_round: Callable[[], None] | None = None) -> None:
-    """Rounds of reports until all workers agree that nothing is left to do."""
-    deadline = time.monotonic() + timeout if timeout else 0.0
-    machine = Quiescence()
+    """Exchange reports in rounds until all workers agree that no work is left."""
+    deadline = time.monotonic() + timeout if timeout else None
+    quiescence = Quiescence()
     while True:
-        _pause_until(lambda: agent.idle, 0.05)
-        left = max(0.001, deadline - time.monotonic()) if deadline else 0.0
+        _poll_until(lambda: agent.idle, 0.05)
+        left = 0.0 if deadline is None else max(0.001, deadline - time.monotonic())
         report = Report(agent.requests_sent, agent.idle)
         if before_round is not None:
             before_round()
-        said = _gather(tuple(report), None, left, SYSTEM)
-        if machine.round({worker: Report.of(word) for worker, word in said.items()}):
+        reports = _gather(tuple(report), None, left, SYSTEM)
+        if quiescence.round({worker: Report.of(found) for worker, found in reports.items()}):
             return
 
 
-def _let_work_end(agent: Agent, timeout: float) -> None:
-    """As ``_wait_for_all_work``, but if a worker is gone, what is left to do is done without it."""
+def _drain_work(agent: Agent, timeout: float) -> None:
+    """Like ``_wait_for_all_work``, but only log an error, for example if a worker is gone."""
     try:
         _wait_for_all_work(agent, timeout)
     except FarpropError as error:
-        logger.warning("not all work of the job has ended at shutdown: %s", error)
+        logger.warning(
+            "Worker %s: not all work of the job had ended at shutdown: %s", agent.get_worker_info().name, error
+        )
 
 
 def _wait_for_own_work(agent: Agent, timeout: float) -> None:
-    deadline = time.monotonic() + timeout if timeout else 0.0
-    while not _pause_until(lambda: agent.idle, 0.05):
-        if deadline and time.monotonic() > deadline:
-            raise UsageError(f"Calls of this worker are still under way after {timeout:.1f} s of shutdown.")
+    """Wait until this worker has no work left."""
+    deadline = time.monotonic() + timeout if timeout else None
+    while not _poll_until(lambda: agent.idle, 0.05):
+        if deadline is not None and time.monotonic() > deadline:
+            raise UsageError(f"Calls of this worker are still under way {timeout:.1f} s after shutdown was called.")
 
 
-def _pause_until(ready: Callable[[], bool], seconds: float) -> bool:
+def _poll_until(ready: Callable[[], bool], seconds: float) -> bool:
+    """Wait until ``ready()``, but not longer than ``seconds``; returns whether it is."""
     end = time.monotonic() + seconds
     while not ready():
         if time.monotonic() > end:
@@ -521,13 +599,13 @@ def _pause_until(ready: Callable[[], bool], seconds: float) -> bool:
 
 
 def _get_debug_info() -> dict[str, Any]:
-    """What this worker is doing: text by key, but for the numbers of passes and contexts."""
+    """Counters of this worker: strings, except for those of passes and contexts, which are ints."""
     agent = current_agent()
     return {**_rref_context_get_debug_info(), **agent.get_debug_info(), **agent.gradients.debug_info()}
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
-    """Counts of this worker's references, as text, under torch's names."""
+    """Counts of this worker's references as strings, under torch's names."""
     counts = current_agent().references.counts()
     return {
         key: str(counts[key]) for key in ("num_owner_rrefs", "num_forks", "num_pending_users", "num_pending_futures")
@@ -535,10 +613,14 @@ def _rref_context_get_debug_info() -> dict[str, str]:
 
 
 def _set_profiler_node_id(node_id: int) -> None:
-    """The number under which profiles show what ran on this worker. ``init_rpc`` sets it to the worker's rank."""
+    """Set the node id under which profiles show this worker's events. ``init_rpc`` sets it to the rank."""
     profiling.own_node_id = node_id
 
 
 def enable_gil_profiling(flag: bool) -> None:
-    """Measure how long pool threads wait for the interpreter's lock; shown in the agent's debug info."""
+    """Measure how long pool threads wait for the GIL. The agent's debug info shows it.
+
+    Args:
+        flag: Whether to measure.
+    """
     current_agent().profile_gil(flag)

@@ -1,4 +1,4 @@
-"""Backends by name. Farprop's own is ``TENSORPIPE``, the name that programs written for torch ask for."""
+"""The registry of backends. Farprop's own is ``TENSORPIPE``, the name that programs written for torch use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
-from farprop.protocol.device_maps import judge_device_maps
+from farprop.protocol.device_maps import check_device_maps
 from farprop.protocol.roster import Entry
 from farprop.rpc import api as api
 from farprop.rpc import constants as rpc_constants
@@ -17,8 +17,8 @@ from farprop.rpc._utils import _group_membership_management as _group_membership
 from farprop.rpc._utils import _update_group_membership as _update_group_membership
 from farprop.rpc.agent import TensorPipeAgent
 from farprop.rpc.options import TensorPipeRpcBackendOptions
-from farprop.runtime.current import current_agent, reset_agent, set_agent
-from farprop.runtime.devices import portable
+from farprop.runtime.agent_registry import current_agent, reset_agent, set_agent
+from farprop.runtime.device_placement import portable
 
 __all__ = [
     "BackendType",
@@ -35,7 +35,7 @@ _Maps: TypeAlias = Mapping[str, Mapping[torch.device, torch.device]]
 
 
 class BackendValue(NamedTuple):
-    """What a backend brings: how to make its options, and how to make its agent."""
+    """A registered backend: the functions that make its options and its agent."""
 
     construct_rpc_backend_options_handler: Callable[..., Any]
     init_backend_handler: Callable[..., Any]
@@ -59,7 +59,14 @@ BackendType: Any = _make_enum({})
 
 
 def backend_registered(backend_name: str) -> bool:
-    """Whether a backend of this name exists."""
+    """Whether a backend is registered.
+
+    Args:
+        backend_name: Its name.
+
+    Returns:
+        Whether it is.
+    """
     return backend_name in BackendType.__members__
 
 
@@ -68,7 +75,21 @@ def register_backend(
     construct_rpc_backend_options_handler: Callable[..., Any],
     init_backend_handler: Callable[..., Any],
 ) -> Any:
-    """Add a backend; returns its member of ``BackendType``, which is a new enum from then on."""
+    """Register a backend. ``BackendType`` becomes a new enum with one more member.
+
+    Args:
+        backend_name: Its name.
+        construct_rpc_backend_options_handler: Makes its options. Gets ``rpc_timeout``, ``init_method`` and what else is
+            given to ``construct_rpc_backend_options``.
+        init_backend_handler: Makes and starts its agent. Gets ``store``, ``name``, ``rank``, ``world_size`` and
+            ``rpc_backend_options``.
+
+    Returns:
+        The member of the new ``BackendType``.
+
+    Raises:
+        RuntimeError: There is a backend of this name already.
+    """
     global BackendType
     if backend_registered(backend_name):
         raise RuntimeError(f"RPC backend {backend_name}: already registered")
@@ -84,14 +105,33 @@ def construct_rpc_backend_options(
     init_method: Any = rpc_constants.DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> Any:
-    """The options object of a backend."""
+    """Make the options of a backend.
+
+    Args:
+        backend: A member of ``BackendType``.
+        rpc_timeout: The default timeout of calls in seconds; 0 disables it.
+        init_method: How workers find each other.
+        **kwargs: Further options of this backend.
+
+    Returns:
+        The options.
+    """
     return backend.value.construct_rpc_backend_options_handler(
         rpc_timeout=rpc_timeout, init_method=init_method, **kwargs
     )
 
 
 def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Start the agent of a backend."""
+    """Make and start the agent of a backend.
+
+    Args:
+        backend: A member of ``BackendType``.
+        *args: Passed to its ``init_backend_handler``.
+        **kwargs: Passed to it, too.
+
+    Returns:
+        The agent.
+    """
     return backend.value.init_backend_handler(*args, **kwargs)
 
 
@@ -112,7 +152,7 @@ def _tensorpipe_construct_rpc_backend_options_handler(
         num_worker_threads=num_worker_threads,
         _transports=_transports,
         _channels=_channels,
-        # What else is given may be meant for another backend, and is left alone as torch leaves it.
+        # Other options may be meant for another backend, and are ignored, as in torch.
         device_maps=kwargs.get("device_maps"),
         devices=kwargs.get("devices"),
     )
@@ -126,11 +166,11 @@ def _tensorpipe_init_backend_handler(
     rpc_backend_options: Any,
     restricted: bool = False,
 ) -> TensorPipeAgent:
-    _check_kinds(store, rpc_backend_options, TensorPipeRpcBackendOptions)
+    _check_types(store, rpc_backend_options, TensorPipeRpcBackendOptions)
     return _start(TensorPipeAgent(store, name, rank, world_size, rpc_backend_options, {}, [], restricted))
 
 
-def _check_kinds(store: Any, rpc_backend_options: Any, kind: type) -> None:
+def _check_types(store: Any, rpc_backend_options: Any, kind: type) -> None:
     if not isinstance(store, dist.Store):
         raise TypeError(f"`store` must be a c10d::Store. {store}")
     if not isinstance(rpc_backend_options, kind):
@@ -138,8 +178,8 @@ def _check_kinds(store: Any, rpc_backend_options: Any, kind: type) -> None:
 
 
 def _start(agent: _A) -> _A:
-    """Meet the other workers."""
-    # Before the others can call us: what they call may use farprop.rpc.
+    """Make the agent current, and wait until it has found the other workers."""
+    # First, because functions that others call may use farprop.rpc.
     set_agent(agent)
     try:
         agent.join_group()
@@ -162,7 +202,7 @@ def _get_device_infos() -> tuple[int, _Maps, list[torch.device]]:
 
 
 def _tensorpipe_validate_devices(devices: Iterable[torch.device], device_count: int) -> bool:
-    """Whether a worker with so many CUDA devices has all of these."""
+    """Whether a worker with ``device_count`` CUDA devices has all of these."""
     return all(
         device.type == "cpu" or (device.type == "cuda" and 0 <= device.index < device_count) for device in devices
     )
@@ -175,7 +215,7 @@ def _validate_device_maps(
     all_devices: Mapping[str, Sequence[torch.device]],
     is_static_group: bool = True,
 ) -> None:
-    """Raises ``ValueError`` if the device maps of these workers can't be used together."""
+    """Raise ``ValueError`` if the device maps of these workers can't be used together."""
     entries = [
         Entry(
             name=name,
@@ -194,7 +234,7 @@ def _validate_device_maps(
         )
         for rank, name in enumerate(all_names)
     ]
-    problem = judge_device_maps(entries, is_static_group)
+    problem = check_device_maps(entries, is_static_group)
     if problem is not None:
         raise ValueError(problem)
 
@@ -202,7 +242,7 @@ def _validate_device_maps(
 def _create_reverse_mapping(
     my_name: str, all_names: Iterable[str], all_device_maps: Mapping[str, _Maps]
 ) -> dict[str, dict[torch.device, torch.device]]:
-    """For each worker that has a map for this one, the inverse of it."""
+    """The inverse of each worker's device map for this worker, if it has one."""
     towards = {name: all_device_maps[name][my_name] for name in all_names if my_name in all_device_maps[name]}
     return {name: {target: source for source, target in one.items()} for name, one in towards.items()}
 
@@ -210,7 +250,7 @@ def _create_reverse_mapping(
 def _create_device_list(
     my_devices: Sequence[torch.device], my_device_maps: _Maps, reverse_device_maps: _Maps
 ) -> list[torch.device]:
-    """The devices that calls of this worker use; if none are given, all that the maps name."""
+    """The devices that calls of this worker use. By default all that the maps name."""
     named = {device for one in (*my_device_maps.values(), *reverse_device_maps.values()) for device in one}
     used = my_devices or named - {torch.device("cpu")}
     return sorted(used, key=lambda device: device.index)

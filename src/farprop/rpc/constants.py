@@ -1,8 +1,9 @@
-"""Defaults, under the names that torch gives them."""
+"""Defaults, under torch's names."""
 
 from datetime import timedelta
 
-from farprop.runtime.agent import UNSET_TIMEOUT, AgentOptions
+from farprop.runtime.agent import AgentOptions
+from farprop.runtime.calls import UNSET_TIMEOUT
 
 _DEFAULT_RPC_TIMEOUT_SEC: float = AgentOptions.rpc_timeout
 _DEFAULT_INIT_METHOD: str = "env://"
@@ -11,10 +12,10 @@ _UNSET_RPC_TIMEOUT: float = UNSET_TIMEOUT
 
 DEFAULT_RPC_TIMEOUT_SEC: float = _DEFAULT_RPC_TIMEOUT_SEC
 DEFAULT_INIT_METHOD: str = _DEFAULT_INIT_METHOD
-# 0: a worker may wait for the others as long as they live.
+# 0 disables the timeout: a worker waits for the others as long as they live.
 DEFAULT_SHUTDOWN_TIMEOUT: float = 0
 DEFAULT_NUM_WORKER_THREADS: int = _DEFAULT_NUM_WORKER_THREADS
-# The longest that a process group takes; for programs that make a group for their workers.
+# The longest timeout that a process group accepts; for programs that make a group of their workers.
 DEFAULT_PROCESS_GROUP_TIMEOUT: timedelta = timedelta(milliseconds=2**31 - 1)
-# Says that a call gave no timeout, and the process's default holds.
+# Means that the call gave no timeout and the process's default applies.
 UNSET_RPC_TIMEOUT: float = _UNSET_RPC_TIMEOUT

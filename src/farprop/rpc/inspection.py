@@ -1,4 +1,4 @@
-"""Looking at a worker: counts, and the references that live on it."""
+"""Inspecting a worker: counters, and its live references."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ import torch
 
 from farprop._torch import sparse_values
 from farprop.ids import GlobalId
-from farprop.runtime.current import current_agent
+from farprop.protocol.references.records import ValueData
+from farprop.runtime.agent_registry import current_agent
 
-_MOST_LOOKED_AT = 10_000  # objects in one value: looking at a worker must not take for ever
+_MAX_OBJECTS = 10_000  # that are measured in one value, so that inspection ends soon
 
 
 @dataclass(frozen=True)
 class LiveReference:
-    """One reference of this worker: to a value that it has and others refer to, or to a value of another worker."""
+    """A reference of this worker: to a value that it owns and others refer to, or to a value of another worker."""
 
     id: GlobalId
     role: str
-    """``owner`` if the value is here, ``user`` if it is elsewhere."""
+    """``owner`` if this worker has the value, ``user`` if another one has it."""
     owner: str
     state: str
     type: str
-    """Of the value; empty where it is not here."""
+    """The type of the value; empty for a user."""
     nbytes: int
-    """Of the tensors in the value, or of the object; 0 where it is not here."""
+    """The bytes of the tensors in the value, or of the object; 0 for a user."""
     holders: tuple[str, ...]
-    """The workers that refer to it, as far as this one knows; a worker as often as it does."""
+    """The workers that refer to it, as far as this worker knows. A worker appears once per reference."""
     made_by: str
     created_at: str
-    """The line of the program that made it, if known here."""
+    """The line of the program that created it, if this worker knows it."""
     seconds: float
-    """How long it has been there; 0 if it is not known."""
+    """Its age; 0 if it is not known."""
 
     def __str__(self) -> str:
         what = f"a {self.type} of {self.nbytes} bytes" if self.type else f"a value on {self.owner}"
@@ -46,26 +47,30 @@ class LiveReference:
 
 
 def live_references() -> list[LiveReference]:
-    """The references of this worker, largest first."""
+    """List the references of this worker.
+
+    Returns:
+        The references, those to the largest values first.
+    """
     agent = current_agent()
-    me = agent.get_worker_info().name
+    own_name = agent.get_worker_info().name
     users, owned = agent.references.snapshot()
     found = []
     for value, holders in owned:
-        cell = value.cell
-        has = cell is not None and cell.done and cell.error is None
+        slot: ValueData | None = getattr(value, "slot", None)
+        made = slot if slot is not None and slot.done and slot.error is None else None
         found.append(
             LiveReference(
                 id=value.rref,
                 role="owner",
-                owner=me,
+                owner=own_name,
                 state=value.state.name.lower(),
-                type=type(cell.value).__name__ if has else "",
-                nbytes=size_of(cell.value) if has else 0,
-                holders=tuple(sorted(map(agent.name_of_rank, holders))),
-                made_by=cell.maker.decode(errors="replace") if cell is not None else "",
-                created_at=cell.site.decode(errors="replace") if cell is not None else "",
-                seconds=time.time() - cell.created if cell is not None else 0.0,
+                type="" if made is None else type(made.value).__name__,
+                nbytes=0 if made is None else size_of(made.value),
+                holders=tuple(sorted(map(agent.name_of, holders))),
+                made_by=slot.maker.decode(errors="replace") if slot is not None else "",
+                created_at=slot.site.decode(errors="replace") if slot is not None else "",
+                seconds=time.time() - slot.created if slot is not None else 0.0,
             )
         )
     for record in users:
@@ -73,13 +78,13 @@ def live_references() -> list[LiveReference]:
             LiveReference(
                 id=record.rref,
                 role="user",
-                owner=agent.name_of_rank(record.owner),
+                owner=agent.name_of(record.owner),
                 state=record.state.name.lower(),
                 type="",
                 nbytes=0,
-                holders=(me,),
+                holders=(own_name,),
                 made_by="",
-                created_at=record.cell.site if record.cell is not None else "",
+                created_at=getattr(getattr(record, "info", None), "site", ""),
                 seconds=0.0,
             )
         )
@@ -87,7 +92,11 @@ def live_references() -> list[LiveReference]:
 
 
 def debug_info() -> dict[str, int | float]:
-    """What this worker is doing, in numbers: threads, calls, memory, and counts of references."""
+    """Get counters of this worker: threads, calls, memory, references.
+
+    Returns:
+        The numbers by name.
+    """
     agent = current_agent()
     info: dict[str, int | float] = {f"references.{key}": count for key, count in agent.references.counts().items()}
     info.update({key: float(value) if "." in value else int(value) for key, value in agent.get_debug_info().items()})
@@ -95,11 +104,11 @@ def debug_info() -> dict[str, int | float]:
 
 
 def size_of(value: Any) -> int:
-    """The bytes of the tensors in a value, where they are easily found; else of the object alone."""
+    """The bytes of a value: of tensors and modules, also inside containers, and of other objects themselves."""
     total = 0
     seen: set[int] = set()
     left = [value]
-    while left and len(seen) < _MOST_LOOKED_AT:
+    while left and len(seen) < _MAX_OBJECTS:
         item = left.pop()
         if id(item) in seen:
             continue
@@ -116,12 +125,12 @@ def size_of(value: Any) -> int:
                 elif isinstance(item, list | tuple | set | frozenset):
                     left.extend(item)
         except Exception:
-            pass  # a value that can't be measured must not keep the others from being seen
+            pass  # an object that can't be measured must not hide the others
     return total
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:
-    """Of a sparse one those of its values; none of a parameter that is not initialised yet."""
+    """The bytes of a tensor: of the values of a sparse one; 0 for an uninitialized parameter."""
     if isinstance(tensor, torch.nn.parameter.UninitializedParameter | torch.nn.parameter.UninitializedBuffer):
         return 0
     if tensor.layout is torch.strided:

@@ -1,8 +1,8 @@
-"""Names of torch's ``rpc.internal`` that programs use: its pickler, what a failed call becomes, keys in profiles.
+"""Names of torch's ``rpc.internal`` that programs use: its pickler, ``RemoteException``, and keys of profiles.
 
-Calls and results go through ``farprop.wire``, not through the pickler here. It is for programs that derive one of their
-own from it (``_use_rpc_pickler``), which then encodes the calls of Python functions, and for those that register how a
-class is pickled.
+Farprop encodes calls and results with ``farprop.wire``, not with this pickler. The pickler is for programs that derive
+their own from it (``_use_rpc_pickler``), which then encodes the calls of Python functions, and for programs that
+register reducers for their classes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from farprop._torch import ScriptModule, load_script, save_script
 from farprop.rpc.functions import async_execution
-from farprop.runtime.current import current_agent
+from farprop.runtime.agent_registry import current_agent
 from farprop.wire import codec
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
@@ -30,12 +30,12 @@ _get_current_rpc_agent = current_agent
 _pickler = pickle.Pickler
 _unpickler = pickle.Unpickler
 
-# What a pickle being written or read refers to by number: tensors, and references.
+# The tensors and references that the pickle being written or read by this thread refers to by number.
 _thread_local_tensor_tables = threading.local()
 
 
 class RPCExecMode(enum.Enum):
-    """How a call was made."""
+    """How a call was made, for profiles."""
 
     SYNC = "sync"
     ASYNC = "async"
@@ -44,7 +44,7 @@ class RPCExecMode(enum.Enum):
 
 
 class PythonUDF(NamedTuple):
-    """A call: the function and its arguments."""
+    """A call of a Python function: the function and its arguments."""
 
     func: Any
     args: Any
@@ -52,18 +52,18 @@ class PythonUDF(NamedTuple):
 
 
 class RemoteException(NamedTuple):
-    """What ``_run_function`` makes of an exception: its text with the traceback, and its type."""
+    """An exception as ``_run_function`` returns it: its text with the traceback, and its type."""
 
     msg: str
     exception_type: type[BaseException]
 
 
 class _InternalRPCPickler:
-    """Objects to a pickle and a table of the tensors in it.
+    """Pickles an object, with a table of the tensors in it.
 
-    Derive from it to encode calls differently, and use it with ``_use_rpc_pickler``. ``_dispatch_table`` says for a
-    class how its objects are reduced, as ``copyreg.dispatch_table`` does. What it says of ``torch.Tensor`` decides how
-    tensors travel: the entry that is there from the start puts them into the table.
+    Derive from it to encode calls differently, and use the derived class with ``_use_rpc_pickler``.
+    ``_dispatch_table`` has reducers by class, as in ``copyreg.dispatch_table``. The initial reducer of
+    ``torch.Tensor`` puts tensors into the table; replace it to encode tensors differently.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class _InternalRPCPickler:
         self._class_reducer_dict: dict[Any, Callable[[Any], Any]] = {}
 
     def _register_reducer(self, obj_class: type, reducer: Callable[[Any], Any]) -> None:
-        """Have objects of a class reduced by ``reducer(obj)``. The first that is registered for a class stays."""
+        """Reduce objects of a class with ``reducer(obj)``. The first reducer registered for a class stays."""
         self._class_reducer_dict.setdefault(obj_class, reducer)
 
     @classmethod
@@ -104,7 +104,14 @@ class _InternalRPCPickler:
         return _InternalRPCPickler._script_module_receiver, (file.getvalue(),)
 
     def serialize(self, obj: Any) -> tuple[bytes, list[Any]]:
-        """The pickle, and the table of what it refers to by number: tensors, and references."""
+        """Pickle an object.
+
+        Args:
+            obj: The object.
+
+        Returns:
+            The pickle, and the table of tensors and references that it refers to by number.
+        """
         from farprop.rpc.rref import RRef
 
         reducers = {**self._dispatch_table, RRef: self._rref_reducer}
@@ -116,7 +123,7 @@ class _InternalRPCPickler:
         table: list[Any] = []
         tables.send_tables = table
         try:
-            # What plain pickle can't name is pickled again, and then the table is filled from the start.
+            # If plain pickle fails, the object is pickled again with cloudpickle, and the table starts empty again.
             return codec.encode_with(reducers, obj, table.clear), table
         finally:
             if outer is None:
@@ -125,7 +132,15 @@ class _InternalRPCPickler:
                 tables.send_tables = outer
 
     def deserialize(self, binary_data: bytes, tensor_table: list[Any]) -> Any:
-        """The object. If something in it can't be found here, what is returned is the ``AttributeError``."""
+        """Unpickle an object.
+
+        Args:
+            binary_data: The pickle.
+            tensor_table: The table that belongs to it.
+
+        Returns:
+            The object, or an ``AttributeError`` if something in it is not defined on this worker.
+        """
         tables = _thread_local_tensor_tables
         outer = getattr(tables, "recv_tables", None)
         tables.recv_tables = tensor_table
@@ -146,7 +161,7 @@ class _InternalRPCPickler:
 
 
 class _DefaultDispatchTable(dict[Any, Callable[[Any], Any]]):
-    """That of the default pickler: what a program puts there holds for all calls and results."""
+    """The table of the default pickler. What a program puts there applies to all calls and results."""
 
     def __setitem__(self, kind: Any, reducer: Callable[[Any], Any]) -> None:
         super().__setitem__(kind, reducer)
@@ -159,30 +174,47 @@ _internal_rpc_pickler._class_reducer_dict = codec.class_reducers
 
 
 def serialize(obj: Any) -> tuple[bytes, list[Any]]:
+    """Pickle an object with the default pickler.
+
+    Args:
+        obj: The object.
+
+    Returns:
+        The pickle, and the table of tensors and references that it refers to by number.
+    """
     return _internal_rpc_pickler.serialize(obj)
 
 
 def deserialize(binary_data: bytes, tensor_table: list[Any]) -> Any:
+    """Unpickle an object with the default pickler.
+
+    Args:
+        binary_data: The pickle.
+        tensor_table: The table that belongs to it.
+
+    Returns:
+        The object, or an ``AttributeError`` if something in it is not defined on this worker.
+    """
     return _internal_rpc_pickler.deserialize(binary_data, tensor_table)
 
 
 def send_along(obj: Any) -> int:
-    """Put something into the table of the pickle that this thread writes; its number there."""
+    """Put an object into the table of the pickle that this thread writes; returns its number."""
     table: list[Any] = _thread_local_tensor_tables.send_tables
     table.append(obj)
     return len(table) - 1
 
 
 def is_serializing() -> bool:
-    """Whether this thread writes a pickle with a table."""
+    """Whether this thread is writing a pickle with a table."""
     return hasattr(_thread_local_tensor_tables, "send_tables")
 
 
-# What runs on the callee.
+# These run on the callee.
 
 
 def run_pickled(binary_data: bytes, tensor_table: list[Any]) -> Any:
-    """Run a call that a pickler of the caller's own encoded."""
+    """Run a call that the program's own pickler has encoded."""
     call = deserialize(binary_data, tensor_table)
     if isinstance(call, AttributeError):
         raise call
@@ -191,12 +223,12 @@ def run_pickled(binary_data: bytes, tensor_table: list[Any]) -> Any:
 
 @async_execution
 def run_pickled_async(binary_data: bytes, tensor_table: list[Any]) -> Any:
-    """The same for a function that is decorated with ``async_execution``."""
+    """Run such a call of a function that is decorated with ``async_execution``."""
     return run_pickled(binary_data, tensor_table)
 
 
 def _run_function(python_udf: Any) -> Any:
-    """Run a call. What it raises comes back as a ``RemoteException``, and is printed."""
+    """Run a call. Print an exception that it raises, and return it as a ``RemoteException``."""
     try:
         if isinstance(python_udf, AttributeError):
             raise python_udf
@@ -208,7 +240,7 @@ def _run_function(python_udf: Any) -> Any:
 
 
 def _handle_exception(result: Any) -> None:
-    """Raise what a ``RemoteException`` stands for; anything else is left alone."""
+    """Raise the exception that a ``RemoteException`` stands for; ignore any other result."""
     if not isinstance(result, RemoteException):
         return
     text = result.msg.encode("utf-8").decode("unicode_escape")
@@ -228,5 +260,5 @@ def _handle_exception(result: Any) -> None:
 def _build_rpc_profiling_key(
     exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
 ) -> str:
-    """The name under which the profiler shows a call."""
+    """The name of a call in profiles."""
     return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"

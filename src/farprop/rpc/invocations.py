@@ -1,6 +1,6 @@
 """Calls one level below ``rpc_async`` and ``remote``, under the names of torch's C++ functions.
 
-What is called goes by a name that every worker knows (an operator, a compiled function) or is a pickle already.
+The called function is named (an operator or a compiled function that every worker has), or is already pickled.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from farprop.rpc.functions import async_execution
 from farprop.rpc.internal import run_pickled, run_pickled_async
 from farprop.rpc.options import checked_timeout
 from farprop.rpc.rref import RRef, call_site
-from farprop.runtime.current import current_agent
+from farprop.runtime.agent_registry import current_agent
 from farprop.runtime.futures import Future
+from farprop.runtime.profiling import ProfiledFunction
 
 
 def start(to: str, function: Any, args: tuple[Any, ...], timeout: float) -> Future:
-    """Call a function on a worker; a future of its result."""
+    """Call a function on a worker; returns a future of its result."""
     future = Future()
     seconds = timeout if timeout == UNSET_RPC_TIMEOUT else checked_timeout(timeout)
     current_agent().call_async(to, function, args, {}, seconds, future)
@@ -37,13 +38,13 @@ def create(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     timeout: float,
-    profile: Any = None,
+    profile: ProfiledFunction | None = None,
     keep: Any = None,
 ) -> RRef[Any]:
-    """Call a function on a worker, which keeps the result. ``keep`` lives until the worker has answered."""
+    """Call a function on a worker, which keeps the result. ``keep`` is kept alive until the worker has answered."""
     agent = current_agent()
     seconds = timeout if timeout == UNSET_RPC_TIMEOUT else checked_timeout(timeout)
-    call = agent.create(to, function, args, kwargs, seconds, call_site(), profile, keep)
+    call = agent.remote(to, function, args, kwargs, seconds, call_site(), profile, keep)
     subject = call.subject
     item = agent.references.hold(subject) if isinstance(subject, UserReference) else subject
     return RRef._of(item, agent.references, to, call)
@@ -52,14 +53,14 @@ def create(
 def _invoke_rpc_builtin(
     dst: WorkerInfo, op_name: str, rpc_timeout: float, /, *args: Any, **kwargs: Any
 ) -> torch.futures.Future[Any]:
-    """Call an operator, for example ``aten::add``."""
+    """Call an operator by name, for example ``aten::add``."""
     return start(dst.name, run_builtin, (op_name, args, kwargs), rpc_timeout)
 
 
 def _invoke_rpc_python_udf(
     dst: WorkerInfo, pickled: bytes, tensors: Sequence[Any], rpc_timeout: float, is_async_execution: bool, /
 ) -> torch.futures.Future[Any]:
-    """Call what ``internal.serialize`` made of a ``PythonUDF``."""
+    """Call a ``PythonUDF`` that ``internal.serialize`` has pickled."""
     run = run_pickled_async if is_async_execution else run_pickled
     return start(dst.name, run, (pickled, list(tensors)), rpc_timeout)
 
@@ -73,7 +74,7 @@ def _invoke_rpc_torchscript(
     is_async_execution: bool,
     /,
 ) -> torch.futures.Future[Any]:
-    """Call the compiled function that the worker has under this name."""
+    """Call a compiled function of the worker by name."""
     run = run_script_async if is_async_execution else run_script
     return start(dst_worker_name, run, (qualified_name, args, kwargs), rpc_timeout)
 
@@ -81,14 +82,14 @@ def _invoke_rpc_torchscript(
 def _invoke_remote_builtin(
     dst: WorkerInfo, op_name: str, rpc_timeout: float, /, *args: Any, **kwargs: Any
 ) -> RRef[Any]:
-    """As ``_invoke_rpc_builtin``, and the worker keeps the result."""
+    """Like ``_invoke_rpc_builtin``, but the worker keeps the result."""
     return create(dst.name, run_builtin, (op_name, args, kwargs), {}, rpc_timeout)
 
 
 def _invoke_remote_python_udf(
     dst: WorkerInfo, pickled: bytes, tensors: Sequence[Any], rpc_timeout: float, is_async_execution: bool, /
 ) -> RRef[Any]:
-    """As ``_invoke_rpc_python_udf``, and the worker keeps the result."""
+    """Like ``_invoke_rpc_python_udf``, but the worker keeps the result."""
     run = run_pickled_async if is_async_execution else run_pickled
     return create(dst.name, run, (pickled, list(tensors)), {}, rpc_timeout)
 
@@ -102,16 +103,16 @@ def _invoke_remote_torchscript(
     *args: Any,
     **kwargs: Any,
 ) -> RRef[Any]:
-    """As ``_invoke_rpc_torchscript``, and the worker keeps the result."""
+    """Like ``_invoke_rpc_torchscript``, but the worker keeps the result."""
     run = run_script_async if is_async_execution else run_script
     return create(dst_worker_name, run, (qualified_name, args, kwargs), {}, rpc_timeout)
 
 
-# What runs on the callee.
+# These run on the callee.
 
 
 def run_builtin(op_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the overload of an operator that these arguments fit."""
+    """Call the overload of an operator that fits these arguments."""
     operator, _ = get_operation(op_name)
     if operator is None:
         raise UsageError(f"There is no operator {op_name!r}. Give its whole name, such as 'aten::add'.")
@@ -131,5 +132,5 @@ def run_script(qualified_name: str, args: tuple[Any, ...], kwargs: dict[str, Any
 
 @async_execution
 def run_script_async(qualified_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same for a function that returns a future."""
+    """Call a compiled function that returns a future."""
     return run_script(qualified_name, args, kwargs)

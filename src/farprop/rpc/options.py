@@ -1,4 +1,4 @@
-"""Options of the backends."""
+"""Options of the backends, and timeouts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ from typing import Any, TypeAlias
 import torch
 
 from farprop.rpc import constants
-from farprop.wire.frames import MAX_SECONDS
+from farprop.wire.message import MAX_SECONDS
 
 DeviceType: TypeAlias = int | str | torch.device
 
 
 class RpcBackendOptions:
-    """What every backend takes: the default timeout of calls in seconds (0: none), and where workers meet."""
+    """Options that every backend has.
+
+    Args:
+        rpc_timeout: The default timeout of calls in seconds; 0 disables it.
+        init_method: How workers find each other: a URL or a c10d ``Store``.
+
+    Raises:
+        TypeError: ``rpc_timeout`` is not a number.
+        ValueError: It is negative.
+    """
 
     rpc_timeout: float
     init_method: Any
@@ -30,13 +39,13 @@ class RpcBackendOptions:
                 f"incompatible constructor arguments: rpc_timeout is a number of seconds, not {rpc_timeout!r}."
             )
         if rpc_timeout < 0:
-            raise ValueError(f"rpc_timeout must be 0 (none) or more seconds, not {rpc_timeout}.")
+            raise ValueError(f"rpc_timeout must be 0 (no timeout) or more seconds, not {rpc_timeout}.")
         self.rpc_timeout = float(rpc_timeout) if rpc_timeout < MAX_SECONDS else 0.0
         self.init_method = init_method
 
 
 class _TensorPipeRpcBackendOptionsBase(RpcBackendOptions):
-    """What the agent needs of the options below: device maps and devices are those of torch already."""
+    """Options as the agent needs them: devices are ``torch.device`` objects."""
 
     num_worker_threads: int
     device_maps: dict[str, dict[torch.device, torch.device]]
@@ -52,8 +61,7 @@ class _TensorPipeRpcBackendOptionsBase(RpcBackendOptions):
         device_maps: Mapping[str, Mapping[torch.device, torch.device]] = MappingProxyType({}),
         devices: Sequence[torch.device] = (),
     ) -> None:
-        # _transports and _channels name parts of TensorPipe; they are taken so that torch's code runs, and mean
-        # nothing here.
+        # _transports and _channels name parts of TensorPipe. They are accepted for torch's code, and ignored.
         super().__init__(rpc_timeout, init_method)
         if not isinstance(num_worker_threads, int) or num_worker_threads < 1:
             raise ValueError(f"num_worker_threads must be 1 or more, not {num_worker_threads!r}.")
@@ -62,7 +70,7 @@ class _TensorPipeRpcBackendOptionsBase(RpcBackendOptions):
         self.devices = list(devices)
 
     def _set_device_map(self, to: str, device_map: Mapping[torch.device, torch.device]) -> None:
-        """Add to the device map for the callee ``to``."""
+        """Add to the device map for the worker ``to``."""
         self.device_maps.setdefault(to, {}).update(device_map)
 
 
@@ -70,14 +78,18 @@ class TensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
     """Options of farprop's backend, under the name that torch gives its own.
 
     Args:
-        num_worker_threads: how many calls of others run here at once.
-        rpc_timeout: default timeout of calls in seconds; 0 is for none.
-        init_method: where workers meet: ``env://``, ``tcp://host:port``, ``file:///path``, or a c10d ``Store``.
-        device_maps: for each callee, which of its devices takes what is on a device here, for example
-            ``{"worker1": {"cuda:0": "cuda:1"}}``. Answers come back by the inverse, so no two devices may be mapped to
-            one. A tensor on a device that is not mapped is refused before anything is sent. Without a map for CPU
-            tensors (``"cpu"``) they stay on the CPU. ``docs/devices.md`` has more.
-        devices: local devices used by calls. If given, maps may name no others.
+        num_worker_threads: How many calls of other workers run here at once.
+        rpc_timeout: The default timeout of calls in seconds; 0 disables it.
+        init_method: How workers find each other: ``env://``, ``tcp://host:port``, ``file:///path`` or a c10d ``Store``.
+        device_maps: For each callee, a map from local devices to devices of the callee, for example
+            ``{"worker1": {"cuda:0": "cuda:1"}}``. Answers use the inverse, so a map must be one to one. A tensor on a
+            device that is not mapped is an error before anything is sent. CPU tensors stay on the CPU unless the map
+            has ``"cpu"``. See ``docs/devices.md``.
+        devices: Local devices used by calls. If given, maps may name no others.
+
+    Raises:
+        TypeError: ``rpc_timeout`` is not a number.
+        ValueError: A number is out of range, or a device map is not one to one.
     """
 
     def __init__(
@@ -102,7 +114,15 @@ class TensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
         )
 
     def set_device_map(self, to: str, device_map: dict[DeviceType, DeviceType]) -> None:
-        """Add to the device map for the callee ``to``. A map must be one to one: answers go by its inverse."""
+        """Add to the device map for a callee.
+
+        Args:
+            to: The name of the callee.
+            device_map: A map from local devices to devices of the callee.
+
+        Raises:
+            ValueError: The map is not one to one. It has to be, because answers use its inverse.
+        """
         added, before = _to_device_map(device_map), self.device_maps.get(to, {})
         for source, target in added.items():
             if before.get(source, target) != target:
@@ -110,16 +130,20 @@ class TensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
                     f"`set_device_map` only supports 1-to-1 mapping, trying to map {source} to {target} "
                     f"and {before[source]}"
                 )
-        _to_device_map({**before, **added})  # refuses one that is not one to one
+        _to_device_map({**before, **added})  # raises if the map is not one to one
         self._set_device_map(to, added)
 
     def set_devices(self, devices: list[DeviceType]) -> None:
-        """Set the local devices used by calls."""
+        """Set the local devices used by calls.
+
+        Args:
+            devices: The devices.
+        """
         self.devices = _to_device_list(devices)
 
 
 def _to_device(device: DeviceType) -> torch.device:
-    # Torch takes CUDA devices only. Here calls know any kind.
+    # Torch accepts CUDA devices only. Farprop accepts any kind.
     return torch.device(device)
 
 
@@ -142,7 +166,17 @@ def _to_device_map(device_map: Any) -> dict[torch.device, torch.device]:
 
 
 def checked_timeout(timeout: float) -> float:
-    """Seconds, 0 for none; what is longer than years is none as well."""
+    """Check a timeout that a program gave.
+
+    Args:
+        timeout: Seconds; 0 disables the timeout.
+
+    Returns:
+        The timeout in seconds. One of many years is replaced by 0.
+
+    Raises:
+        ValueError: It is negative or NaN.
+    """
     if not timeout >= 0:
-        raise ValueError(f"A timeout is 0 (none) or more seconds, not {timeout}.")
+        raise ValueError(f"A timeout is 0 (no timeout) or more seconds, not {timeout}.")
     return float(timeout) if timeout < MAX_SECONDS else 0.0

@@ -1,7 +1,7 @@
-"""Restricted mode: what workers may ask of each other that don't trust each other's code.
+"""Restricted mode: what workers that don't trust each other's code may call.
 
-``_INTERNAL`` lists the functions of farprop's own that workers call on each other, with the types that each takes. What
-is not in this list and not exposed by the program can't be called.
+``_INTERNAL`` lists farprop's own functions that workers call on each other, with the types of their arguments. Nothing
+else can be called, except what the program exposes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from farprop import _torch
 from farprop.errors import NotExposedError, ProtocolError, UsageError
 from farprop.rpc.rref import RRef
-from farprop.runtime import owner_calls as owner_calls  # these two, so that peers find them
-from farprop.runtime.current import current_agent, is_agent_set
-from farprop.runtime.gradients import calls as calls
+from farprop.runtime.agent_registry import current_agent, is_agent_set
 from farprop.wire import data_codec, data_failures, exposed
 from farprop.wire.dialect import Dialect
+from farprop.wire.function_names import shown_name
+from farprop.wire.message import Method
 
 _Check = Callable[[Any], bool]
-_ID = (int, int, bool)  # of a reference: who made it, its number there, whether its value surely exists
+_ID = (int, int, bool)  # of a reference: its creator's rank, its number there, whether its value is known to exist
 
 
 def _is(*kinds: type) -> _Check:
@@ -34,9 +34,13 @@ def _list_of(kind: type) -> _Check:
 
 
 class _Takes:
-    """The arguments of a function: by position, then any number of ``rest``; named ones only if ``named``.
+    """The arguments that a function takes.
 
-    ``by`` says whether the caller, of this rank and name, may give them: workers speak for themselves alone.
+    Args:
+        *kinds: The types of the positional arguments, or checks of them.
+        rest: A check of further positional arguments; None if there may be none.
+        named: Whether there may be keyword arguments.
+        by: Whether a caller with this rank and name may pass these arguments. Workers speak only for themselves.
     """
 
     def __init__(
@@ -71,34 +75,32 @@ _KEY = _is(tuple)
 
 
 def _leads(args: Sequence[Any], rank: int, caller: str) -> bool:
-    """Whether the caller leads the gathering, which the worker does whose name sorts first."""
+    """Whether the caller is the leader of the all-gather: the worker whose name sorts first."""
     names = args[0][:1]
     return bool(names) and type(names[0]) is tuple and names[0][:1] == (caller,)
 
 
 _INTERNAL = {
     # references
-    b"farprop.runtime.owner_calls:operate": _Takes(int, str, int, bytes, by=lambda args, rank, _: args[0] == rank),
-    b"farprop.runtime.owner_calls:fetch": _Takes(*_ID),
-    b"farprop.runtime.owner_calls:backward": _Takes(*_ID, int, bool),
-    # calls only methods that are exposed
-    b"farprop.runtime.owner_calls:invoke": _Takes(*_ID, str, tuple, dict),
+    Method.CONTROL.value: _Takes(str, int, bytes),
+    Method.FETCH.value: _Takes(*_ID),
+    Method.REF_BACKWARD.value: _Takes(*_ID, int, bool),
+    # these call only exposed methods
+    b"farprop.rpc.rref_proxy:invoke_on_owner": _Takes(*_ID, str, tuple, dict),
     b"farprop.rpc.rref_proxy:invoke_here": _Takes(RRef, str, tuple, dict),
-    # gatherings and shutdown
+    # all-gathers and shutdown
     b"farprop.rpc.api:_gather_to_leader": _Takes(_KEY, str, _anything, by=lambda args, _, name: args[1] == name),
     b"farprop.rpc.api:_broadcast_to_followers": _Takes(_KEY, dict, by=_leads),
     b"farprop.rpc.api:_release_follower": _Takes(_KEY, _is(tuple, type(None)), by=_leads),
     # backward passes
-    b"farprop.runtime.gradients.calls:propagate": _Takes(
-        int, bytes, rest=_GRADIENT, by=lambda args, rank, _: args[0] == rank
-    ),
-    b"farprop.runtime.gradients.calls:give_back": _Takes(bytes),
-    b"farprop.runtime.gradients.calls:release": _Takes(bytes, rest=_is(int)),
-    b"farprop.runtime.gradients.calls:survey": _Takes(bytes, _list_of(int)),
-    b"farprop.runtime.gradients.calls:failed": _Takes(int, int, bytes),
-    b"farprop.runtime.gradients.calls:abort": _Takes(int, int, int, by=lambda args, rank, _: args[1] == rank),
-    b"farprop.runtime.gradients.calls:exists": _Takes(int, int, by=lambda args, rank, _: args[1] == rank),
-    # optimisers and modules: their classes have to be exposed, and so has what is called of the modules
+    Method.GRADIENTS.value: _Takes(bytes, rest=_GRADIENT),
+    Method.RETURN_CREDIT.value: _Takes(bytes),
+    Method.RELEASE.value: _Takes(bytes, rest=_is(int)),
+    Method.SURVEY.value: _Takes(bytes, rest=_is(int)),
+    Method.PASS_FAILED.value: _Takes(int, int, bytes),
+    Method.ABORT.value: _Takes(int, int, int, by=lambda args, rank, _: args[1] == rank),
+    Method.CONTEXT_EXISTS.value: _Takes(int),
+    # optimizers and modules: their classes, and the modules' methods that are called, have to be exposed
     b"farprop.optim.local:_new_local_optimizer": _Takes(callable, _list_of(RRef), rest=_anything, named=True),
     b"farprop.nn.remote_module:_create_module": _Takes(callable, tuple, dict, str),
     b"farprop.nn.remote_module:_run_forward": _Takes(RRef, str, tuple, dict),
@@ -107,18 +109,13 @@ _INTERNAL = {
 }
 
 
-_SYSTEM_MODULES = (b"farprop.runtime.", b"farprop.rpc.api:")
-# These run functions of the program's.
-_PROGRAM_RUNS = {
-    b"farprop.runtime.owner_calls:invoke",
-    b"farprop.runtime.owner_calls:fetch",
-    b"farprop.runtime.owner_calls:backward",
-    b"farprop.runtime.gradients.calls:propagate",
-}
+# These run functions of the program. Farprop's other methods, and all-gathers, are short.
+_PROGRAM_RUNS = {Method.FETCH.value, Method.REF_BACKWARD.value, Method.GRADIENTS.value}
+_ALL_GATHERS = b"farprop.rpc.api:"
 
 
 def data_dialect(worker: str) -> Dialect:
-    """How a worker of a restricted job reads and writes."""
+    """The dialect of a restricted job: how this worker encodes and decodes messages."""
 
     def resolve(name: bytes) -> Any:
         found = exposed.find(name)
@@ -139,10 +136,9 @@ def data_dialect(worker: str) -> Dialect:
         vet=_vet,
         may_be_system=_is_system,
         method_of=method_of,
-        encode=data_codec.refuse,
-        decode=data_codec.refuse,
         encode_call=data_codec.encode_call,
         decode_call=data_codec.decode_call,
+        decode_function_call=data_codec.refuse,
         encode_value=data_codec.encode_value,
         decode_value=data_codec.decode_value,
         encode_failure=data_failures.encode_failure,
@@ -151,7 +147,7 @@ def data_dialect(worker: str) -> Dialect:
 
 
 def check_method(worker: str, value: Any, name: str) -> None:
-    """Raises unless this method of a value may be called by others."""
+    """Raise ``NotExposedError`` unless other workers may call this method of a value."""
     if not exposed.is_method_exposed(value, name):
         kind, name = type(value).__qualname__, name[:200]
         raise NotExposedError(
@@ -161,7 +157,7 @@ def check_method(worker: str, value: Any, name: str) -> None:
 
 
 def _internal(name: bytes) -> Any:
-    """One of farprop's own functions, if its module is imported here."""
+    """One of farprop's own functions, if this worker has imported its module."""
     if name not in _INTERNAL:
         return None
     where, _, path = name.decode().partition(":")
@@ -171,18 +167,22 @@ def _internal(name: bytes) -> Any:
 
 def _vet(name: bytes, rank: int, caller: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     takes = _INTERNAL.get(name)
+    if takes is None and len(name) == 1:
+        raise NotExposedError(f"{shown_name(name)} is a method of farprop's that restricted jobs don't have.")
     if takes is not None and not takes.allows(args, kwargs, rank, caller):
-        raise ProtocolError(f"{caller} called {name.decode()} with arguments that it does not take, or not from there")
+        raise ProtocolError(
+            f"{caller} called {shown_name(name)} with arguments that it does not take, or not from this caller"
+        )
 
 
 def _is_system(name: bytes) -> bool:
-    """Functions that are short and run nothing of the program's."""
-    return name in _INTERNAL and name.startswith(_SYSTEM_MODULES) and name not in _PROGRAM_RUNS
+    """Whether a function is short and runs none of the program's functions."""
+    return name in _INTERNAL and (len(name) == 1 or name.startswith(_ALL_GATHERS)) and name not in _PROGRAM_RUNS
 
 
 def _not_exposed(worker: str, name: bytes) -> NotExposedError:
     if not name:
-        return NotExposedError(f"{worker} is in restricted mode, and runs only functions that are called by a name.")
+        return NotExposedError(f"{worker} is in restricted mode, where functions have to be called by a name.")
     shown = name.decode(errors="replace")[:200]
     if name in _INTERNAL:
         module = shown.partition(":")[0].rpartition(".")[0]
@@ -194,15 +194,15 @@ def _not_exposed(worker: str, name: bytes) -> NotExposedError:
 
 
 def check_options(device_maps: Any) -> None:
-    """Raises if a job with these options can't be restricted."""
+    """Raise ``UsageError`` if a job with these options can't be restricted."""
     if device_maps:
-        raise UsageError("A restricted job sends tensors of the CPU only, so it takes no device_maps: drop them.")
+        raise UsageError("A restricted job sends only CPU tensors, so it takes no device_maps. Leave them out.")
 
 
 def refuse_object_collectives() -> None:
-    """Have torch's collectives of objects, which unpickle what comes, raise while this process is in a restricted job.
+    """Make torch's object collectives, which unpickle what they receive, raise in a restricted job.
 
-    They are made of collectives of tensors, so a group can't tell; and they are torch's with any group.
+    A process group can't refuse them, because it only sees the collectives of tensors that torch makes of them.
     """
     hook = _torch.object_hook
     if hook is None or getattr(hook.owner, hook.name) is not hook.theirs:
@@ -211,8 +211,8 @@ def refuse_object_collectives() -> None:
     def tensor_to_object(tensor: Any, tensor_size: Any, group: Any) -> Any:
         if is_agent_set() and current_agent().dialect.restricted:
             raise UsageError(
-                "Collectives of objects (broadcast_object_list and the like) unpickle what other ranks send, which a "
-                "process in a restricted job does not do. Send tensors, or make a call."
+                "Collectives of objects (such as broadcast_object_list) unpickle what other ranks send, which is not "
+                "allowed in a restricted job. Send tensors, or make a call."
             )
         return hook.theirs(tensor, tensor_size, group)
 

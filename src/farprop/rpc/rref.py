@@ -12,22 +12,22 @@ import torch
 from farprop._torch import ScriptModule
 from farprop.errors import ConnectionLostError, ReferenceLostError, UsageError, renewed
 from farprop.ids import WorkerInfo
-from farprop.protocol.references.records import OwnedValue, UserReference
-from farprop.protocol.references.states import User
+from farprop.protocol.references.records import OwnedValue, User, UserReference
 from farprop.rpc import internal
 from farprop.rpc.constants import UNSET_RPC_TIMEOUT
 from farprop.rpc.options import checked_timeout
-from farprop.rpc.rref_proxy import RRefProxy, let_go
-from farprop.runtime import owner_calls
+from farprop.rpc.rref_proxy import RRefProxy, _rref_typeof_on_owner, keep_alive
 from farprop.runtime.agent import Agent
-from farprop.runtime.cells import Cell
-from farprop.runtime.creation import CreationCall
-from farprop.runtime.current import current_agent
+from farprop.runtime.agent_registry import current_agent
+from farprop.runtime.client_connection import timeout_error
+from farprop.runtime.dynamo_disable import uncompiled
 from farprop.runtime.futures import Future
-from farprop.runtime.links import timeout_error
-from farprop.runtime.references import Held, ReferenceSpace, describe
-from farprop.runtime.uncompiled import uncompiled
-from farprop.wire.codec import arrival, reference_kinds, travel_along
+from farprop.runtime.references.remote_call import RemoteCall
+from farprop.runtime.references.rref_context import RRefContext
+from farprop.runtime.references.user_references import RRefHandle, describe
+from farprop.runtime.references.value_slot import ValueSlot
+from farprop.wire.codec import reference_kinds, resolve_out_of_band, send_along
+from farprop.wire.message import Method
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ _PACKAGE = __name__.partition(".")[0] + "."
 
 
 def call_site() -> str:
-    """The line of the program that called farprop."""
+    """The file and line of the program that called farprop."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGE):
         frame = frame.f_back
@@ -43,17 +43,33 @@ def call_site() -> str:
 
 
 class RRef(Generic[T]):
-    """A reference to a value that lives on a worker, its owner.
+    """A reference to a value on some worker, its owner.
 
-    ``RRef(value)`` makes this worker the owner; ``rpc.remote`` makes a value on another one. An RRef can be in the
-    arguments and the result of any call, and can't be pickled otherwise. The owner keeps the value until no RRef to
-    it is left on any worker.
+    ``RRef(value)`` makes this worker the owner. ``rpc.remote`` creates the value on another worker. An RRef can be
+    part of the arguments and the result of any call, but can't be pickled otherwise. The owner keeps the value until no
+    worker has an RRef to it any more.
+
+    Args:
+        value: The value, which stays on this worker.
+        type_hint: The interface of a ``ScriptModule``: a class decorated with ``torch.jit.interface``.
+
+    Raises:
+        UsageError: ``value`` is a ``ScriptModule``, and there is no ``type_hint``.
     """
 
-    __slots__ = ("__weakref__", "_creation", "_held", "_own", "_owner_name", "_profiled", "_space", "_type")
+    __slots__ = (
+        "__weakref__",
+        "_handle",
+        "_owned",
+        "_owner_name",
+        "_profiled",
+        "_remote_call",
+        "_rref_context",
+        "_type",
+    )
 
-    _own: OwnedValue | None
-    _held: Held | None
+    _owned: OwnedValue | None
+    _handle: RRefHandle | None
 
     @uncompiled
     def __init__(self, value: T, type_hint: Any = None) -> None:
@@ -63,62 +79,87 @@ class RRef(Generic[T]):
                 "The RRef being created contains a ScriptModule, must provide its ModuleInterface type hint. Give the "
                 "class that is decorated with @torch.jit.interface: RRef(module, type_hint=Interface)."
             )
-        cell = Cell(site=call_site().encode())
-        cell.fill(value)
-        self._space = agent.references
-        self._own = self._space.own(cell)
-        self._held = None
-        self._creation: CreationCall | None = None
+        slot = ValueSlot(site=call_site().encode())
+        slot.fill(value)
+        self._rref_context = agent.references
+        self._owned = self._rref_context.own(slot)
+        self._handle = None
+        self._remote_call: RemoteCall | None = None
         self._type: Any = None
         self._profiled: torch.futures.Future[Any] | None = None
         self._owner_name = agent.get_worker_info().name
 
     @classmethod
     def _of(
-        cls, item: Held | OwnedValue, space: ReferenceSpace, owner_name: str, creation: CreationCall | None = None
+        cls, item: RRefHandle | OwnedValue, context: RRefContext, owner_name: str, remote_call: RemoteCall | None = None
     ) -> RRef[Any]:
         rref: RRef[Any] = cls.__new__(cls)
-        rref._space = space
-        rref._own, rref._held = (item, None) if isinstance(item, OwnedValue) else (None, item)
-        rref._creation = creation
+        rref._rref_context = context
+        rref._owned, rref._handle = (item, None) if isinstance(item, OwnedValue) else (None, item)
+        rref._remote_call = remote_call
         rref._type = rref._profiled = None
         rref._owner_name = owner_name
         return rref
 
     @property
     def _record(self) -> UserReference:
-        assert self._held is not None
-        return self._held.record
+        assert self._handle is not None
+        return self._handle.record
 
-    # Whose it is
+    # The owner
 
     def is_owner(self) -> bool:
-        """Whether the value is on this worker."""
-        return self._own is not None
+        """Whether this worker owns the value.
+
+        Returns:
+            Whether it does.
+        """
+        return self._owned is not None
 
     def owner(self) -> WorkerInfo:
-        """The worker that has the value."""
+        """Get the owner.
+
+        Returns:
+            The ``WorkerInfo`` of the worker that has the value.
+        """
         return current_agent().get_worker_info(self._owner_name)
 
     def owner_name(self) -> str:
-        """The name of the worker that has the value."""
+        """Get the name of the owner.
+
+        Returns:
+            The name of the worker that has the value.
+        """
         return self._owner_name
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner counts this reference: from then on it keeps the value for it."""
-        return self._held is None or self._held.record.state is User.CONFIRMED
+        """Whether the owner has confirmed this reference. From then on it keeps the value for it.
+
+        Returns:
+            Whether it has. Always true on the owner.
+        """
+        return self._handle is None or self._handle.record.state is User.CONFIRMED
 
     # The value
 
     @uncompiled
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
-        """The value itself on its owner, a copy of it elsewhere. Waits until it is there.
+        """Get a copy of the value, or on its owner the value itself. Waits until it exists.
 
-        Raises what the function that should have made it raised; ``ReferenceLostError`` if the owner died.
+        Args:
+            timeout: The seconds to wait; 0 disables the timeout. By default the process's default.
+
+        Returns:
+            The value.
+
+        Raises:
+            ReferenceLostError: The owner died.
+            RpcTimeoutError: The value was not there in time.
+            Exception: What the function raised that should have created the value.
         """
         if timeout != UNSET_RPC_TIMEOUT:
             timeout = checked_timeout(timeout)
-        if self._own is not None:
+        if self._owned is not None:
             return self._value_here(timeout)
         record = self._record
         agent = self._checked_agent("to_here() on it")
@@ -126,17 +167,17 @@ class RRef(Generic[T]):
         args = (rref.created_on, rref.local_id, record.exists)
         began = time.monotonic()
         try:
-            return agent.call_sync(self._owner_name, owner_calls.fetch, args, {}, timeout)  # type: ignore[no-any-return]
+            return agent.call_sync(self._owner_name, Method.FETCH, args, {}, timeout)  # type: ignore[no-any-return]
         except ReferenceLostError:
             raise
         except ConnectionLostError:
-            self._look_after_owner("to_here() on it", timeout, began)
-        # The owner lives and only the connection was lost. Fetching twice does no harm.
+            self._check_owner("to_here() on it", timeout, began)
+        # The owner is alive, only the connection was lost. Fetching is idempotent.
         left = self._time_left(timeout, began)
-        return agent.call_sync(self._owner_name, owner_calls.fetch, args, {}, left)  # type: ignore[no-any-return]
+        return agent.call_sync(self._owner_name, Method.FETCH, args, {}, left)  # type: ignore[no-any-return]
 
-    def _look_after_owner(self, use: str, timeout: float, began: float) -> None:
-        """The connection to the owner was lost during a call: raise if the value is lost with it."""
+    def _check_owner(self, use: str, timeout: float, began: float) -> None:
+        """After a lost connection: raise ``ReferenceLostError`` if the owner is gone."""
         current_agent().look_now(self._record.owner, self._time_left(timeout, began))
         self._checked_agent(use)
 
@@ -148,26 +189,34 @@ class RRef(Generic[T]):
         return left if seconds else 0.0
 
     def _checked_agent(self, use: str) -> Agent:
-        assert self._held is not None
-        self._held.check(use)
+        assert self._handle is not None
+        self._handle.check(use)
         agent = current_agent()
-        if agent.references is not self._space:
-            raise UsageError(f"{self} is of an earlier init_rpc, and can't be used after it.")
+        if agent.references is not self._rref_context:
+            raise UsageError(f"{self} belongs to an earlier init_rpc. It can't be used after the shutdown.")
         return agent
 
     def _value_here(self, timeout: float) -> T:
-        assert self._own is not None
-        cell = self._own.cell
-        if not cell.done:
+        assert self._owned is not None
+        slot = self._owned.slot
+        if not slot.done:
             seconds = current_agent().rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
-            if not cell.wait(seconds):
+            if not slot.wait(seconds):
                 raise timeout_error(self._owner_name, seconds)
-        return cell.get()  # type: ignore[no-any-return]
+        return slot.get()  # type: ignore[no-any-return]
 
     @uncompiled
     def local_value(self) -> T:
-        """The value itself, on its owner. Waits until it is there."""
-        if self._own is not None:
+        """Get the value itself, on its owner. Waits until it exists.
+
+        Returns:
+            The value.
+
+        Raises:
+            UsageError: This worker is not the owner.
+            Exception: What the function raised that should have created the value.
+        """
+        if self._owned is not None:
             return self._value_here(0.0)
         record = self._record
         raise UsageError(
@@ -178,49 +227,74 @@ class RRef(Generic[T]):
     # Calls on the value
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy:
-        """``rref.rpc_sync().method(...)`` calls a method of the value on its owner, and returns its result."""
+        """Call a method of the value on its owner and wait for its result: ``rref.rpc_sync().method(...)``.
+
+        Args:
+            timeout: The timeout of the call in seconds; 0 disables it. By default the process's default.
+
+        Returns:
+            A proxy with the methods of the value.
+        """
         from farprop.rpc import api
 
         return RRefProxy(self, api.rpc_sync, timeout)
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy:
-        """``rref.rpc_async().method(...)`` calls a method of the value on its owner, and returns a future."""
+        """Call a method of the value on its owner and get a future: ``rref.rpc_async().method(...)``.
+
+        Args:
+            timeout: The timeout of the call in seconds; 0 disables it. By default the process's default.
+
+        Returns:
+            A proxy with the methods of the value.
+        """
         from farprop.rpc import api
 
         return RRefProxy(self, api.rpc_async, timeout)
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy:
-        """``rref.remote().method(...)`` calls a method of the value on its owner, and returns an RRef to its result."""
+        """Call a method of the value on its owner and get an RRef to its result: ``rref.remote().method(...)``.
+
+        Args:
+            timeout: The timeout of the call in seconds; 0 disables it. By default the process's default.
+
+        Returns:
+            A proxy with the methods of the value.
+        """
         from farprop.rpc import api
 
         return RRefProxy(self, api.remote, timeout)
 
     @uncompiled
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Run the backward pass from the value, where it is.
+        """Run the backward pass from the value, on its owner.
 
         Args:
-            dist_autograd_ctx_id: the id of the context that the value was computed in; without one, the pass stays on
-                the owner and fills ``.grad`` there.
-            retain_graph: keep the graph for another pass.
+            dist_autograd_ctx_id: The id of the context in which the value was computed. On the owner it may be left
+                out: then the pass stays on the owner and accumulates into ``.grad``.
+            retain_graph: Whether to keep the graph for another pass.
+
+        Raises:
+            UsageError: This worker is not the owner, and gave no context.
         """
-        if self._own is not None:
+        if self._owned is not None:
             agent = current_agent()
             value = self._value_here(UNSET_RPC_TIMEOUT)
-            agent.backward_on_owner(value, dist_autograd_ctx_id, retain_graph)
+            context_id = None if dist_autograd_ctx_id == -1 else dist_autograd_ctx_id
+            agent.backward_from_value(value, context_id, retain_graph)
             return
         if dist_autograd_ctx_id == -1:
             raise UsageError("User RRefs require 'dist_autograd_ctx_id' to be specified: the id of a context.")
         agent = self._checked_agent("backward on it")
         rref = self._record.rref
         args = (rref.created_on, rref.local_id, self._record.exists, dist_autograd_ctx_id, retain_graph)
-        agent.call_sync(self._owner_name, owner_calls.backward, args, {}, UNSET_RPC_TIMEOUT)
+        agent.call_sync(self._owner_name, Method.REF_BACKWARD, args, {}, UNSET_RPC_TIMEOUT)
 
-    # What torch's tests and tools look at
+    # Torch's private methods
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """The type of the value; with ``blocking=False`` a future of it, always the same one."""
-        if self._own is not None and blocking:
+        """The type of the value. With ``blocking=False`` a future of it, which is cached."""
+        if self._owned is not None and blocking:
             return type(self._value_here(timeout))
         if self._type is None:
             self._type = self._ask_for_type(timeout)
@@ -235,110 +309,111 @@ class RRef(Generic[T]):
     def _ask_for_type(self, timeout: float) -> torch.futures.Future[Any]:
         from farprop.rpc import api
 
-        if self._own is None:
+        if self._owned is None:
             self._checked_agent("_get_type() on it")
             rref = self._record.rref
             args = (rref.created_on, rref.local_id, self._record.exists)
-            asked = api.rpc_async(self._owner_name, owner_calls._rref_typeof_on_owner, args, timeout=timeout)
-            asked.add_done_callback(partial(let_go, self))  # the value must not be freed before
+            asked = api.rpc_async(self._owner_name, _rref_typeof_on_owner, args, timeout=timeout)
+            asked.add_done_callback(partial(keep_alive, self))  # the owner must not free the value before
             return asked
         future = Future()
-        cell = self._own.cell
+        slot = self._owned.slot
 
         def done() -> None:
-            if cell.error is None:
-                future.set_result(type(cell.value))
+            if slot.error is None:
+                future.set_result(type(slot.value))
             else:
-                future.set_exception(renewed(cell.error))
+                future.set_exception(renewed(slot.error))
 
-        cell.when_done(done)
+        slot.when_done(done)
         return future
 
     def _get_future(self) -> torch.futures.Future[Any]:
-        """Done when the owner has made the value, or failed to."""
-        if self._creation is None:
-            raise UsageError(f"{self} does not come from rpc.remote() on this worker, so there is no future for it.")
-        return self._creation.future()
+        """A future that is done when the owner has created the value, or failed to."""
+        if self._remote_call is None:
+            raise UsageError(f"{self} does not come from rpc.remote() on this worker, so it has no future.")
+        return self._remote_call.future()
 
     def _get_profiling_future(self) -> torch.futures.Future[Any]:
-        """Done when what ran at the owner is in the profile: ``_set_profiling_future`` may say when that is."""
+        """The future that ``_set_profiling_future`` has set, or that of ``_get_future``."""
         return self._get_future() if self._profiled is None else self._profiled
 
     def _set_profiling_future(self, future: torch.futures.Future[Any]) -> None:
         self._profiled = future
 
     def _serialize(self) -> tuple[str, int]:
-        """In a reducer of the program's own: send this with the call that is being pickled.
+        """Send this reference with the call that is being pickled. For reducers of the program's own.
 
-        What it returns is for ``_deserialize``, where the call arrives.
+        Returns:
+            What ``_deserialize`` takes on the receiver.
         """
         self._source("fork an UserRRef")
         if internal.is_serializing():
             return "table", internal.send_along(self)
-        place = travel_along(self)
+        place = send_along(self)
         if place is None:
             raise UsageError("An RRef travels only inside the arguments and results of calls.")
         return "call", place
 
     @staticmethod
     def _deserialize(data: tuple[str, int]) -> RRef[Any]:
-        """While a call is unpickled: the reference that ``_serialize`` returned this for."""
+        """Get the reference for what ``_serialize`` returned, while a call is unpickled."""
         where, place = data
         return _arrived(place) if where == "call" else internal._InternalRPCPickler._tensor_receiver(place)
 
     def __str__(self) -> str:
-        return f"OwnerRRef({self._own.rref})" if self._own is not None else describe(self._record)
+        return f"OwnerRRef({self._owned.rref})" if self._owned is not None else describe(self._record)
 
     def __repr__(self) -> str:
-        if self._own is not None:
-            cell = self._own.cell
-            holds = "pending" if not cell.done else type(cell.value).__name__ if cell.error is None else "failed"
+        if self._owned is not None:
+            slot = self._owned.slot
+            holds = "pending" if not slot.done else type(slot.value).__name__ if slot.error is None else "failed"
             return f"<{self} here on {self._owner_name}: {holds}>"
         return f"<{self} to a value on {self._owner_name}: {self._record.state.name.lower()}>"
 
-    # In compiled code: see farprop.jit.references
+    # In compiled code: see farprop.jit.script_rref
 
     @property
     def _box(self) -> torch.futures.Future[Any]:
-        """A future that is done and has this reference."""
+        """A completed future whose value is this reference."""
         box: torch.futures.Future[Any] = torch.futures.Future()
         box.set_result(self)
         return box
 
     @_box.setter
     def _box(self, box: torch.futures.Future[Any]) -> None:
-        """Become the reference that is in the box."""
+        """Become the reference in the box."""
         other = box.value()
         for slot in RRef.__slots__:
             if slot != "__weakref__":
                 setattr(self, slot, getattr(other, slot))
 
-    # Travelling
+    # Sending
 
     def _source(self, use: str) -> UserReference | OwnedValue:
-        """What the protocol forks when this travels; raises if it can't be used."""
-        if self._own is None:
+        """The record that the protocol forks when this reference is sent; raises if it can't be used."""
+        if self._owned is None:
             self._checked_agent(use)
             return self._record
-        if self._own.cell.broken_off:
-            self._own.cell.get()  # raises
-        if current_agent().references is not self._space:
-            raise UsageError(f"{self} is of an earlier init_rpc. Make a new one: RRef(old.local_value()).")
-        return self._own
+        if self._owned.slot.broken_off:
+            self._owned.slot.get()  # raises
+        if current_agent().references is not self._rref_context:
+            raise UsageError(f"{self} belongs to an earlier init_rpc. Make a new one: RRef(old.local_value()).")
+        return self._owned
 
     def _reduce_for_call(self, pickler: Any) -> tuple[Any, ...]:
-        return _arrived, (pickler.travel(self),)
+        return _arrived, (pickler.send_out_of_band(self),)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
-            "Can not pickle rref in python pickler, rref can only be pickled when using RPC: it travels in the "
+            "Can not pickle rref in python pickler, rref can only be pickled when using RPC: it can be sent in the "
             "arguments and results of calls. To store or copy its value, call to_here()."
         )
 
 
 def _arrived(place: int) -> RRef[Any]:
-    """Called while a message is decoded: the reference that came at this place in front of it."""
-    item = arrival(place)
+    """While a message is decoded: the RRef for the reference with this number in its header."""
+    item = resolve_out_of_band(place)
     agent = current_agent()
     owner = agent.get_worker_info().id if isinstance(item, OwnedValue) else item.record.owner
     return RRef._of(item, agent.references, agent.get_worker_info(owner).name)

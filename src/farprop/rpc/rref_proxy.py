@@ -1,4 +1,4 @@
-"""``rref.rpc_sync()``, ``rref.rpc_async()``, ``rref.remote()``: calls of the value's methods, where it is."""
+"""``rref.rpc_sync()``, ``rref.rpc_async()``, ``rref.remote()``: calls of the value's methods on its owner."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ import torch
 from farprop.errors import ConnectionLostError, ReferenceLostError, UsageError
 from farprop.rpc.constants import UNSET_RPC_TIMEOUT
 from farprop.rpc.functions import async_execution
-from farprop.runtime import owner_calls
-from farprop.runtime.cells import Later
-from farprop.runtime.current import current_agent, is_agent_set
-from farprop.runtime.uncompiled import uncompiled
+from farprop.runtime.agent_registry import current_agent, is_agent_set
+from farprop.runtime.dynamo_disable import uncompiled
+from farprop.runtime.references.rpc_handlers import when_done
 
 if TYPE_CHECKING:
     from farprop.rpc.rref import RRef
 
 
 class RRefProxy:
-    """Every attribute is a function that calls the method of that name.
+    """Calls methods of a value on its owner: each attribute is a function that calls the method of that name.
 
     Args:
-        rref: the reference to the value.
-        rpc_api: how to call it: ``rpc.rpc_sync``, ``rpc.rpc_async`` or ``rpc.remote``.
-        timeout: seconds for each call; unset, the process's default holds.
+        rref: The reference to the value.
+        rpc_api: How to call it: ``rpc.rpc_sync``, ``rpc.rpc_async`` or ``rpc.remote``.
+        timeout: The timeout of each call in seconds. By default the process's default.
     """
 
     __slots__ = ("rpc_api", "rpc_timeout", "rref")
@@ -47,11 +46,11 @@ class RRefProxy:
 
         if self.rpc_api in (api.rpc_async, api.remote):
             how = self.rpc_api.__name__
-            raise TypeError(f"`with` needs to know what __exit__ said, so use rref.rpc_sync(), not {how}.")
+            raise TypeError(f"`with` needs the result of __exit__, so use rref.rpc_sync(), not {how}.")
         return self.__getattr__("__enter__")()
 
     def __exit__(self, kind: Any, error: Any, _: Any) -> Any:
-        return self.__getattr__("__exit__")(kind, error, None)  # a traceback can't travel
+        return self.__getattr__("__exit__")(kind, error, None)  # a traceback can't be sent
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__getattr__("__call__")(*args, **kwargs)
@@ -60,7 +59,7 @@ class RRefProxy:
 def _invoke_rpc(
     rref: RRef[Any], rpc_api: Callable[..., Any], func_name: str, timeout: float, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a method of the value, on its owner."""
+    """Call a method of the value on its owner, with the given function of the API."""
     from farprop.rpc import api
 
     if rpc_api is api.rpc_async:
@@ -79,7 +78,7 @@ def _local_invoke(rref: RRef[Any], func_name: str, args: tuple[Any, ...], kwargs
 def _local_invoke_async_execution(
     rref: RRef[Any], func_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The same for a method that is decorated with ``async_execution``."""
+    """On the owner: call a method that is decorated with ``async_execution``."""
     return _local_invoke(rref, func_name, args, kwargs)
 
 
@@ -89,16 +88,25 @@ def _call(rref: RRef[Any], method: str, args: tuple[Any, ...], kwargs: dict[str,
         return invoke_here, (rref, method, args, kwargs)
     rref._checked_agent(f"{method}() on it")
     record = rref._record
-    return owner_calls.invoke, (record.rref.created_on, record.rref.local_id, record.exists, method, args, kwargs)
+    return invoke_on_owner, (record.rref.created_on, record.rref.local_id, record.exists, method, args, kwargs)
+
+
+def invoke_on_owner(created_on: int, local_id: int, exists: bool, method: str, args: Any, kwargs: Any) -> Any:
+    """On the owner: call a method of a value that another worker has a reference to."""
+    return current_agent().owner_methods.invoke(created_on, local_id, exists, method, args, kwargs)
+
+
+def _rref_typeof_on_owner(created_on: int, local_id: int, exists: bool) -> Any:
+    """On the owner: the type of a value. Torch's profiles show the call under this name."""
+    return current_agent().owner_methods.type_of(created_on, local_id, exists)
 
 
 def invoke_here(rref: RRef[Any], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a method of a value that its own worker has a reference to."""
-    if rref._own is None:
-        raise UsageError(f"{rref} is to a value of {rref.owner_name()}, and this runs where the value is.")
-    cell = rref._own.cell
-    invoke = partial(owner_calls.invoke_on, cell, method, args, kwargs)
-    return invoke() if cell.done else Later(cell.when_done, invoke)
+    """On the owner: call a method of the value of one of its own references."""
+    if rref._owned is None:
+        raise UsageError(f"{rref} refers to a value on {rref.owner_name()}. invoke_here has to run there.")
+    slot = rref._owned.slot
+    return when_done(slot, partial(current_agent().owner_methods.invoke_on, slot, method, args, kwargs))
 
 
 @uncompiled
@@ -118,7 +126,7 @@ def _sync(
         raise
     except ConnectionLostError:
         if not rref.is_owner():
-            rref._look_after_owner(f"{method}() on it", timeout, began)
+            rref._check_owner(f"{method}() on it", timeout, began)
         raise
 
 
@@ -130,19 +138,19 @@ def _async(
 
     function, all_args = _call(rref, method, args, kwargs)
     future = api.rpc_async(rref.owner_name(), function, all_args, timeout=timeout)
-    future.add_done_callback(partial(let_go, rref))  # the value must not be freed before
+    future.add_done_callback(partial(keep_alive, rref))  # the owner must not free the value before
     return future
 
 
-def let_go(_rref: RRef[Any], _future: torch.futures.Future[Any]) -> None:
-    """What a future calls that has kept this reference until it was done."""
+def keep_alive(_rref: RRef[Any], _future: torch.futures.Future[Any]) -> None:
+    """Do nothing. As a callback of a future, it keeps the reference alive until the future is done."""
 
 
 @uncompiled
 def _remote(rref: RRef[Any], timeout: float, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RRef[Any]:
     from farprop.rpc import api
 
-    # In a restricted job a type can't be sent. What can't be called says so when the result is used.
+    # In a restricted job types can't be sent. There a wrong method raises when the result is used.
     if not (is_agent_set() and current_agent().dialect.restricted):
         kind = rref._get_type(timeout)
         if not hasattr(kind, method) and method not in _sync(rref, api.rpc_sync, timeout, "__dir__", (), {}):

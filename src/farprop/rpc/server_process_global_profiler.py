@@ -1,4 +1,4 @@
-"""A profile of everything that other workers call here, on whatever thread it runs."""
+"""A profiler of all calls that this process serves, on all threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from farprop.runtime import profiling
 
 
 class _server_process_global_profile(legacy_profile):  # type: ignore[misc]  # noqa: N801, torch's name
-    """As ``torch.autograd.profiler.profile``, for all calls that this process serves between enter and exit.
+    """Like ``torch.autograd.profiler.profile``, but for the calls that this process serves inside the ``with`` block.
 
     ``process_global_function_events`` has a list of events for each call.
     """

@@ -1,1 +1,1 @@
-"""Threads and process-wide state live here and nowhere else."""
+"""The engine of a worker. All threads and all process-wide state are here."""

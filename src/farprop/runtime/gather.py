@@ -1,4 +1,4 @@
-"""Gatherings over calls: what barriers and graceful shutdown are made of. ``farprop.protocol.gatherings`` decides."""
+"""All-gathers over calls, for barriers and graceful shutdown. The state machine is in ``farprop.protocol.gather``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from farprop.errors import ConnectionLostError, FarpropError, RpcTimeoutError
-from farprop.protocol import gatherings as protocol
-from farprop.protocol.gatherings import Action, Failure, Finish, Hurry, Key, Release, Speak, Tell
-from farprop.runtime.agent import UNSET_TIMEOUT, Agent
+from farprop.locks import make_lock
+from farprop.protocol import gather as protocol
+from farprop.protocol.gather import Action, AwaitRelease, Broadcast, Failure, Finish, Key, Release, SendValue
+from farprop.runtime.agent import Agent
+from farprop.runtime.calls import UNSET_TIMEOUT
 from farprop.runtime.futures import Future
-from farprop.wire.frames import SYSTEM
+from farprop.wire.message import SYSTEM
 
-_LOOK_AROUND = 0.25  # seconds between looks whether those we wait for are still there
+_PEER_CHECK_SECONDS = 0.25  # how often to check that the awaited workers are alive
 
 
 class AllGatherStates:
-    """One gathering on one worker: what is to be done for it, by the thread that gathers, and what it has gathered."""
+    """One gather on this worker: the actions that its thread has to perform, and its result."""
 
     def __init__(self) -> None:
         self.gathered_objects: dict[str, Any] = {}
@@ -27,65 +29,67 @@ class AllGatherStates:
         self.due: deque[Action] = deque()
 
 
-class Calls(NamedTuple):
-    """What is called on the other workers: a word for the leader, all words for a follower, and its release."""
+class GatherCalls(NamedTuple):
+    """The functions to call on other workers: with a value for the leader, with all values for a follower, to release
+    a follower.
+    """
 
-    hear: Callable[..., None]
-    tell: Callable[..., None]
+    to_leader: Callable[..., None]
+    to_follower: Callable[..., None]
     release: Callable[..., None]
 
 
-class Gatherings:
-    """The gatherings that this worker takes part in. Events come from any thread."""
+class Gathers:
+    """The gathers of this worker. Methods may be called from any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._machine = protocol.Gatherings()
+        self._lock = make_lock("gather")
+        self._machine = protocol.GatherMachine()
         self._states: dict[Key, AllGatherStates] = {}
-        self._all_have_spoken: dict[Key, Callable[[Key], None]] = {}  # called when others may be through with it
+        self._on_all_values: dict[Key, Callable[[Key], None]] = {}  # called when other workers may have finished it
 
     def begin(
-        self, own: str, names: set[str], word: Any, call_seconds: float, all_have_spoken: Callable[[Key], None]
+        self, own: str, names: set[str], value: Any, call_seconds: float, on_all_values: Callable[[Key], None]
     ) -> tuple[Key, AllGatherStates]:
         with self._lock:
-            key, actions = self._machine.begin(own, names, word, call_seconds)
+            key, actions = self._machine.begin(own, names, value, call_seconds)
             state = self._states[key] = AllGatherStates()
-            self._all_have_spoken[key] = all_have_spoken
+            self._on_all_values[key] = on_all_values
             self._add(key, actions)
         return key, state
 
     def end(self, key: Key) -> None:
         with self._lock:
             self._states.pop(key, None)
-            self._all_have_spoken.pop(key, None)
+            self._on_all_values.pop(key, None)
 
-    def hear(self, key: Key, worker: str, word: Any) -> None:
+    def on_value(self, key: Key, worker: str, value: Any) -> None:
         with self._lock:
-            self._add(key, self._machine.hear(key, worker, word))
+            self._add(key, self._machine.on_value(key, worker, value))
 
-    def confirm(self, key: Key, follower: str, error: BaseException | None) -> None:
+    def on_confirmed(self, key: Key, follower: str, error: BaseException | None) -> None:
         with self._lock:
-            self._add(key, self._machine.confirm(key, follower, error))
+            self._add(key, self._machine.on_confirmed(key, follower, error))
 
-    def be_told(self, key: Key, words: dict[str, Any]) -> None:
+    def on_broadcast(self, key: Key, values: dict[str, Any]) -> None:
         with self._lock:
-            self._add(key, self._machine.be_told(key, words))
+            self._add(key, self._machine.on_broadcast(key, values))
 
-    def be_released(self, key: Key, failure: Failure | None) -> None:
+    def on_release(self, key: Key, failure: Failure | None) -> None:
         with self._lock:
-            self._add(key, self._machine.be_released(key, failure))
+            self._add(key, self._machine.on_release(key, failure))
 
     def awaited(self, key: Key) -> list[str]:
         with self._lock:
             return sorted(self._machine.awaited(key))
 
-    def lose(self, key: Key, worker: str, error: ConnectionLostError) -> None:
+    def on_lost(self, key: Key, worker: str, error: ConnectionLostError) -> None:
         with self._lock:
-            self._add(key, self._machine.lose(key, worker, error))
+            self._add(key, self._machine.on_lost(key, worker, error))
 
-    def run_out(self, key: Key, seconds: float) -> None:
+    def on_timeout(self, key: Key, seconds: float) -> None:
         with self._lock:
-            self._add(key, self._machine.run_out(key, seconds))
+            self._add(key, self._machine.on_timeout(key, seconds))
 
     def fail(self, key: Key, error: BaseException) -> None:
         with self._lock:
@@ -94,60 +98,76 @@ class Gatherings:
     def _add(self, key: Key, actions: list[Action]) -> None:
         if actions:
             state = self._states[key]
-            if any(isinstance(action, Tell | Hurry) for action in actions):
-                self._all_have_spoken[key](key)
+            if any(isinstance(action, Broadcast | AwaitRelease) for action in actions):
+                self._on_all_values[key](key)
             state.due.extend(actions)
             state.proceed_signal.set()
 
 
 def gather(
     agent: Agent,
-    gatherings: Gatherings,
-    word: Any,
+    gathers: Gathers,
+    value: Any,
     names: set[str],
     timeout: float,
-    calls: Calls,
+    calls: GatherCalls,
     flags: int = 0,
 ) -> dict[str, Any]:
-    """Exchange ``word`` among ``names``.
+    """Exchange values among workers. Blocks until all have contributed one.
 
-    ``timeout`` bounds the calls and the wait for late-comers; unset bounds the calls alone. A worker that is gone is
-    an error at once, not a wait.
+    Args:
+        agent: this worker.
+        gathers: its gathers.
+        value: this worker's value.
+        names: the names of the workers that take part.
+        timeout: bounds the calls and the wait for slow workers. ``UNSET_TIMEOUT`` bounds the calls alone, by the
+            agent's ``rpc_timeout``.
+        calls: the functions to call on other workers.
+        flags: flags of these calls.
+
+    Returns:
+        The values by name.
+
+    Raises:
+        ConnectionLostError: a worker has died.
+        RpcTimeoutError: the time was not enough.
     """
     call_timeout = agent.rpc_timeout if timeout == UNSET_TIMEOUT else timeout
     own = agent.get_worker_info().name
-    inner = frozenset(name for function in (calls.hear, calls.tell) if (name := agent.dialect.name_of(function)))
+    own_calls = frozenset(
+        name for function in (calls.to_leader, calls.to_follower) if (name := agent.dialect.name_of(function))
+    )
 
-    def shut_gate(key: Key) -> None:
+    def on_all_values(key: Key) -> None:
         if not flags & SYSTEM:
-            agent.gate.shut(key, frozenset(names - {own}), inner)
+            agent.gate.shut(key, frozenset(names - {own}), own_calls)
 
-    key, state = gatherings.begin(own, names, word, call_timeout, shut_gate)
-    return _Gatherer(agent, gatherings, key, state, own, word, timeout, call_timeout, calls, flags).run()
+    key, state = gathers.begin(own, names, value, call_timeout, on_all_values)
+    return _GatherLoop(agent, gathers, key, state, own, value, timeout, call_timeout, calls, flags).run()
 
 
-class _Gatherer:
-    """The thread that gathers: it does what the machine says, and tells it what it waits for in vain."""
+class _GatherLoop:
+    """Performs the actions of one gather on the caller's thread, and watches the workers that it waits for."""
 
     def __init__(
         self,
         agent: Agent,
-        gatherings: Gatherings,
+        gathers: Gathers,
         key: Key,
         state: AllGatherStates,
         own: str,
-        word: Any,
+        value: Any,
         timeout: float,
         call_timeout: float,
-        calls: Calls,
+        calls: GatherCalls,
         flags: int,
     ) -> None:
         self._agent = agent
-        self._gatherings = gatherings
+        self._gathers = gathers
         self._key = key
         self._state = state
         self._own = own
-        self._word = word
+        self._value = value
         self._timeout = timeout
         self._call_timeout = call_timeout
         self._calls = calls
@@ -157,85 +177,93 @@ class _Gatherer:
     def run(self) -> dict[str, Any]:
         try:
             try:
-                return self._go_on()
-            except BaseException as error:  # Ctrl-C, too: the others must not wait for us
-                self._gatherings.fail(self._key, error)
+                return self._perform_actions()
+            except BaseException as error:  # Ctrl-C, too: the other workers must not wait for this one
+                self._gathers.fail(self._key, error)
                 while self._state.due:
                     action = self._state.due.popleft()
                     if isinstance(action, Release):
                         self._release(action)
                 raise
         finally:
-            self._gatherings.end(self._key)
+            self._gathers.end(self._key)
             self._agent.gate.open(self._key)
 
-    def _go_on(self) -> dict[str, Any]:
+    def _perform_actions(self) -> dict[str, Any]:
         while True:
-            self._await()
+            self._await_action()
             match self._state.due.popleft():
-                case Speak(leader):
-                    arguments = (tuple(self._key), self._own, self._word)
-                    self._agent.call_sync(leader, self._calls.hear, arguments, {}, self._call_timeout, self._flags)
-                case Tell(followers, words):
+                case SendValue(leader):
+                    arguments = (tuple(self._key), self._own, self._value)
+                    self._agent.call_sync(leader, self._calls.to_leader, arguments, {}, self._call_timeout, self._flags)
+                case Broadcast(followers, values):
                     for follower in followers:
-                        self._tell(follower, words)
-                case Hurry():
+                        self._broadcast_to(follower, values)
+                case AwaitRelease():
                     if self._call_timeout:
                         patience = time.monotonic() + self._call_timeout
                         self._deadline = min(self._deadline, patience) if self._deadline else patience
                 case Release() as release:
                     self._release(release)
-                case Finish(words, error):
+                case Finish(values, error):
                     if error is not None:
                         raise error
-                    self._state.gathered_objects = words
-                    return words
+                    self._state.gathered_objects = values
+                    return values
 
-    def _await(self) -> None:
-        """Until there is something to do. Looks around for those who should give it."""
+    def _await_action(self) -> None:
+        """Wait for the next action. Meanwhile, check that the awaited workers are alive."""
         due, signal = self._state.due, self._state.proceed_signal
         while not due:
             signal.clear()
-            for name in self._gatherings.awaited(self._key):
+            for name in self._gathers.awaited(self._key):
                 if due:
                     return
                 try:
-                    self._agent.link(name, max(0.001, self._deadline - time.monotonic()) if self._deadline else 0.0)
+                    self._agent.peers.connect(
+                        name, max(0.001, self._deadline - time.monotonic()) if self._deadline else 0.0
+                    )
                 except RpcTimeoutError:
                     break  # time is up
                 except ConnectionLostError as error:
-                    # It may have said its last word and left: then that is here by now.
-                    if not signal.wait(_LOOK_AROUND):
-                        self._gatherings.lose(self._key, name, error)
+                    # It may have sent its last message and left. In that case the message arrives at once.
+                    if not signal.wait(_PEER_CHECK_SECONDS):
+                        self._gathers.on_lost(self._key, name, error)
             if due:
                 return
-            left = self._deadline - time.monotonic() if self._deadline else _LOOK_AROUND
+            left = self._deadline - time.monotonic() if self._deadline else _PEER_CHECK_SECONDS
             if left > 0:
-                if not signal.wait(min(left, _LOOK_AROUND)):
-                    # Somebody is slow. What is held back here may be what it waits for.
+                if not signal.wait(min(left, _PEER_CHECK_SECONDS)):
+                    # A worker is slow. It may be waiting for a call that the gate holds back here.
                     self._agent.gate.open(self._key)
             else:
                 self._deadline = 0.0
-                self._gatherings.run_out(self._key, self._timeout)
+                self._gathers.on_timeout(self._key, self._timeout)
 
-    def _tell(self, follower: str, words: dict[str, Any]) -> None:
+    def _broadcast_to(self, follower: str, values: dict[str, Any]) -> None:
         future = Future()
         try:
             self._agent.call_async(
-                follower, self._calls.tell, (tuple(self._key), words), {}, self._call_timeout, future, self._flags
+                follower,
+                self._calls.to_follower,
+                (tuple(self._key), values),
+                {},
+                self._call_timeout,
+                future,
+                self._flags,
             )
         except FarpropError as error:
-            self._gatherings.confirm(self._key, follower, error)
+            self._gathers.on_confirmed(self._key, follower, error)
             return
-        gatherings, key = self._gatherings, self._key
+        gathers, key = self._gathers, self._key
 
-        def confirm(told: Any) -> None:
+        def confirm(delivered: Any) -> None:
             try:
-                told.wait()
+                delivered.wait()
             except Exception as error:
-                gatherings.confirm(key, follower, error)
+                gathers.on_confirmed(key, follower, error)
             else:
-                gatherings.confirm(key, follower, None)
+                gathers.on_confirmed(key, follower, None)
 
         future.add_done_callback(confirm)
 
@@ -247,4 +275,4 @@ class _Gatherer:
                 release.follower, self._calls.release, arguments, {}, self._call_timeout, Future(), SYSTEM
             )
         except FarpropError:
-            pass  # it is gone
+            pass  # the follower is gone

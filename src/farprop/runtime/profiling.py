@@ -1,4 +1,4 @@
-"""Calls under ``torch.autograd.profiler_legacy``: what ran on the other workers shows in the caller's profile.
+"""Calls under ``torch.autograd.profiler_legacy``: the caller's profile shows the operators that ran on other workers.
 
 While a thread profiles, its calls ask the callee to profile too. The callee sends the events of its operators back
 with the answer, and they appear in the caller's ``function_events``, under the call's key and marked as remote. Torch's
@@ -12,19 +12,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 from torch.autograd.profiler_util import FunctionEvent
 
 from farprop._torch import is_legacy_profile, legacy_profile, parse_records, start_trace
+from farprop.errors import ProtocolError
+from farprop.wire.message import ANSWER, PROFILED, Message
 
 REMOTE_OP = "#remote_op: "
 
-# The worker's id while it is one, for events that ran here.
+# The id of this worker, for events that ran here; -1 without RPC.
 own_node_id = -1
 
 _perf = time.perf_counter
 _state = threading.local()
+_T = TypeVar("_T")
 _SETTINGS = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
 
 
@@ -45,7 +49,7 @@ class Session:
         self.events: list[FunctionEvent] = []
 
     def add_call(self, key: str, began: float, own_id: int, remote: list[dict[str, Any]] | None) -> None:
-        """A call made under this profile has ended; ``remote`` is what the callee recorded."""
+        """Add a call that has ended. ``remote`` are the events that the callee recorded."""
         start = (began - self.started) * 1e6
         end = (_perf() - self.started) * 1e6
         self.events.append(
@@ -60,8 +64,52 @@ class Session:
             self.events.append(FunctionEvent(**{**event, "name": name, "trace_name": name, "is_remote": True, **times}))
 
 
+class ProfiledFunction:
+    """One call made under a profile: ``key`` is its name there."""
+
+    __slots__ = ("_began", "_own_id", "key", "session")
+
+    def __init__(self, session: Session, key: str, own_id: int) -> None:
+        self.session = session
+        self.key = key
+        self._own_id = own_id
+        self._began = _perf()
+
+    def add(self, answer: Message | None) -> None:
+        """The call has ended: add it to the profile, with the callee's events if there is an answer."""
+        recorded = answer is not None and answer.kind == ANSWER and answer.flags & PROFILED
+        remote = unpack_record(answer.profile) if answer is not None and recorded else None
+        self.session.add_call(self.key, self._began, self._own_id, remote)
+
+
+# Profiles in messages. They are not pickled: a restricted job must be able to refuse them unread.
+
+
+def pack_settings(settings: dict[str, bool]) -> bytes:
+    return msgspec.json.encode(settings)
+
+
+def unpack_settings(data: bytes | memoryview) -> dict[str, bool]:
+    return _decode(data, dict[str, bool])
+
+
+def pack_record(events: list[dict[str, Any]]) -> bytes:
+    return msgspec.json.encode(events)
+
+
+def unpack_record(data: bytes | memoryview) -> list[dict[str, Any]]:
+    return _decode(data, list[dict[str, Any]])
+
+
+def _decode(data: bytes | memoryview, kind: type[_T]) -> _T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"the profile of a call is malformed: {error}") from error
+
+
 def session() -> Session | None:
-    """The profile that this thread is under, if it is one that calls take part in."""
+    """The legacy profile of this thread, or None."""
     if not is_legacy_profile():
         return None
     stack = getattr(_state, "sessions", None)
@@ -71,9 +119,11 @@ def session() -> Session | None:
 def run_profiled(
     settings: dict[str, bool], function: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Any, Callable[[], list[dict[str, Any]]]]:
-    """On the callee: run under a profile. Returns the value and how to get what was recorded, nested calls included.
+    """On the callee, run a function under a profile.
 
-    The record is asked for when the answer is sent: the nested calls of a function that returned a future end later.
+    Returns:
+        The function's result, and a function that returns the recorded events, including those of nested calls. Call it
+        when the answer is sent: if the function returned a future, its nested calls end later.
     """
     profile = legacy_profile(**settings)
     with profile:
@@ -90,7 +140,7 @@ def run_profiled(
 
 
 def run_served(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """On the callee: run under the profiles of all calls."""
+    """On the callee, run a function under the profiles in ``served_calls``."""
     profiles = list(served_calls)
     profile = legacy_profile(**{name: any(settings[name] for settings, _ in profiles) for name in _SETTINGS})
     with profile:
@@ -142,7 +192,7 @@ def _wrapped_parse(records: Any) -> list[FunctionEvent]:
     return functions
 
 
-# Both or none: what the first begins, the second ends.
+# Both or none: the second ends what the first begins.
 if start_trace is not None and parse_records is not None:
     setattr(start_trace.owner, start_trace.name, _wrapped_start)
     setattr(parse_records.owner, parse_records.name, _wrapped_parse)

@@ -1,7 +1,8 @@
-"""How workers find each other through a c10d store. All that they write there is signed, and nothing else is believed.
+"""Rendezvous: workers find each other through a c10d store. They sign their values, and ignore unsigned ones.
 
-A static group (world size known) meets once: everyone publishes an entry, rank 0 publishes the verdict, all go on. In a
-dynamic group workers come and go: the store holds a list of entries that is read again when somebody is looked for.
+A static group (its world size is known) meets once: each worker publishes an entry, and rank 0 publishes its decision.
+Workers may join and leave a dynamic group at any time: the store holds a list of entries, which a worker reads again
+when it looks for a member.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from typing import Any
 import torch.distributed as dist
 
 from farprop.errors import RendezvousError
-from farprop.protocol.roster import Entry, different_secrets, judge, verdict_from_json, verdict_to_json
+from farprop.protocol.roster import Entry, check_roster, decision_from_json, decision_to_json, different_secrets
 from farprop.protocol.signing import Keys, Unsigned, unsigned_text
-from farprop.runtime.sparing import SparingLog
+from farprop.runtime.rate_limited_log import RateLimitedLog
 
-_log = logging.getLogger("farprop.agent")
+_log = logging.getLogger(__name__)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 _GONE = b"gone"
-_MAX_GAP = 4096  # places in a row that no worker took: whoever counted them is none of us
+_MAX_GAP = 4096  # empty places in a row; with more, the counter was not set by the workers of the job
 _JOB = re.compile("[0-9a-f]{32}")
 _MISSING = "missing"
 MIXED = "RPC group mixes statically and dynamically initialized members which is not supported."
 
 
 class _Store:
-    """A store that says what it failed at. Nothing here waits for a key."""
+    """A store whose errors name the key. No method waits for a key."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
@@ -42,13 +43,13 @@ class _Store:
             self._store.set(key, value)
 
     def set_first(self, key: str, value: str) -> bytes:
-        """Set a key if nobody has, and return what it is."""
+        """Set a key unless it is set, and return its value."""
         with _naming(key):
             found: Any = self._store.compare_set(key, "", value)
         return found if isinstance(found, bytes) else str(found).encode()
 
     def get(self, key: str) -> bytes:
-        """What a key is that was there a moment ago. The store's own way to get it waits for minutes if it is gone."""
+        """The value of a key that was set a moment ago. The store's own ``get`` waits for minutes if it is gone."""
         with _naming(key):
             found: Any = self._store.compare_set(key, _MISSING, _MISSING)
         value = found if isinstance(found, bytes) else str(found).encode()
@@ -75,13 +76,13 @@ def _naming(key: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RendezvousError(
-            f"The store failed at {key!r}. It has ended, can't be reached, or somebody has put something into it that "
-            f"does not belong there. It says: {error}"
+            f"The store failed at {key!r}. It has ended, can't be reached, or somebody else has written to it. "
+            f"It says: {error}"
         ) from error
 
 
 def job_of(store: dist.Store) -> str:
-    """A random name that all workers who share this store agree on."""
+    """A random name for the job. All workers that share this store get the same one."""
     job = agree(store, "job", secrets.token_hex(16))
     if not _JOB.fullmatch(job):
         raise RendezvousError(f"'job' in the store says {job[:64]!r}, which no worker writes. Who else uses the store?")
@@ -89,12 +90,12 @@ def job_of(store: dist.Store) -> str:
 
 
 def agree(store: dist.Store, name: str, value: str) -> str:
-    """What the first worker that asked proposed under this name. Nobody signed it."""
+    """The value that the first worker proposed under this name. It is not signed."""
     return _Store(store).set_first(name, value).decode(errors="replace")
 
 
 def host_of(store: Any) -> str | None:
-    """The host that carries a store, as this process was told it; None if no host does, as with a file."""
+    """The host that runs a store's server, as this process knows it; None for stores without one, such as files."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return str(store.host) if isinstance(store, dist.TCPStore) else None
@@ -108,9 +109,21 @@ def meet(
     call: str = "init_rpc",
     more_time: str = "a larger rpc_timeout in the options",
 ) -> list[Entry]:
-    """Join a static group; returns its workers by rank. Raises on every worker if the group can't be.
+    """Join a static group.
 
-    ``call`` is what everybody calls to come here, and ``more_time`` what makes it wait longer: for the error.
+    Args:
+        given: the job's store.
+        keys: sign and verify values.
+        own: the entry of this worker.
+        timeout: seconds to wait for the other workers.
+        call: the function that every worker calls to get here, for the error text.
+        more_time: what a user passes to wait longer, for the error text.
+
+    Returns:
+        The entries of all workers, by rank.
+
+    Raises:
+        RendezvousError: the group can't be formed. Every worker raises the same error.
     """
     store = _Store(given)
     if store.set_first("kind", "static") != b"static":
@@ -124,21 +137,21 @@ def meet(
         if _await(lambda: store.has(names), deadline):
             try:
                 entries += [_read_entry(store, keys, own, name) for name in names]
-                problem = _misplaced(entries) or judge(entries)
+                problem = _misplaced(entries) or check_roster(entries)
             except RendezvousError as error:
                 problem = str(error)
         else:
             problem = _missing(store, own.world_size, timeout, call, more_time)
-        store.set("verdict", keys.sign("verdict", verdict_to_json(entries, problem)))
+        store.set("verdict", keys.sign("verdict", decision_to_json(entries, problem)))
     elif not _await(lambda: store.has(["verdict"]), deadline + 1.0):
         raise RendezvousError(_missing(store, own.world_size, timeout, call, more_time))
     try:
-        return _read_verdict(store, keys, own)
+        return _read_decision(store, keys, own)
     finally:
         with suppress(RendezvousError):
             store.count("seen", 1)
             if own.rank == 0:
-                # Rank 0 often carries the store: it must not leave before all have read the verdict.
+                # Rank 0 often runs the store's server: it must not leave before all have read the decision.
                 _await(lambda: store.count("seen") >= own.world_size, min(deadline, time.monotonic() + 10.0) + 1.0)
 
 
@@ -155,26 +168,26 @@ def _misplaced(entries: list[Entry]) -> str | None:
     return f"'worker/{wrong[0]}' in the store is the entry of rank {entries[wrong[0]].rank}." if wrong else None
 
 
-def _read_verdict(store: _Store, keys: Keys, own: Entry) -> list[Entry]:
+def _read_decision(store: _Store, keys: Keys, own: Entry) -> list[Entry]:
     try:
-        entries = verdict_from_json(keys.read("verdict", store.get("verdict")))
+        entries = decision_from_json(keys.read("verdict", store.get("verdict")))
     except Unsigned as error:
         if own.rank != 0 and store.has(["worker/0"]):
-            _read_entry(store, keys, own, "worker/0")  # says so if rank 0 has another secret
+            _read_entry(store, keys, own, "worker/0")  # raises a better error if rank 0 has another secret
         raise RendezvousError(str(error)) from error
     if len(entries) != own.world_size or _misplaced(entries) or entries[own.rank] != own:
         raise RendezvousError(
-            "'verdict' in the store is of another start of the job, and lists other workers: somebody has put it back."
+            "'verdict' in the store is from another start of the job, and lists other workers: somebody put it back."
         )
     return entries
 
 
 class Places:
-    """The list of a dynamic group's workers. Who was seen to be gone does not come back to its place."""
+    """The list of a dynamic group's workers. A place whose worker has left is never used again."""
 
     def __init__(self, store: dist.Store, keys: Keys, own: Entry) -> None:
         self._store = _Store(store)
-        self._doubts = SparingLog(_log)
+        self._doubts = RateLimitedLog(_log)
         self._keys = keys
         self._own = own
         self._known: dict[int, Entry] = {}
@@ -190,7 +203,7 @@ class Places:
         _claim(store, self._keys, f"id/{own.rank}", own, f"Rank {own.rank} is taken already")
         try:
             present = self.members(strict=True)
-            problem = judge([own, *present.values()])
+            problem = check_roster([own, *present.values()])
             if problem is not None:
                 raise RendezvousError(problem)
         except RendezvousError:
@@ -201,7 +214,7 @@ class Places:
         self._publish(own.to_json())
 
     def members(self, strict: bool = False) -> dict[str, Entry]:
-        """Who is in the group now. What was not signed is left out with a warning; it is an error if ``strict``."""
+        """The current members by name. Unsigned values are skipped with a warning; with ``strict`` they raise."""
         with self._believing_nothing(strict):
             gap = 0
             for place in range(1, self._store.count("places") + 1):
@@ -212,7 +225,7 @@ class Places:
                     if self._store.has([f"place/{place}"]) and self._read(place, f"place/{place}"):
                         gap = 0
                 if gap > _MAX_GAP:
-                    raise RendezvousError("'places' in the store counts more workers than have come: somebody set it.")
+                    raise RendezvousError("'places' in the store counts more workers than joined: somebody set it.")
         return {entry.name: entry for entry in self._known.values()}
 
     @contextmanager
@@ -222,7 +235,7 @@ class Places:
         except RendezvousError as error:
             if strict:
                 raise
-            self._doubts.warning("%s does not believe what the store says: %s", self._own.name, error)
+            self._doubts.warning("%s ignores a value in the store: %s", self._own.name, error)
 
     def _read(self, place: int, name: str) -> bool:
         """Whether a worker of this job wrote it."""
@@ -233,8 +246,8 @@ class Places:
             text = unsigned_text(value)
             if text != _GONE or place in self._known:
                 raise RendezvousError(different_secrets(self._own, text, name)) from error
-            # Most likely of somebody who left before the workers that are there now found their secret.
-            _log.info("%s: %r says that its worker is gone, and another secret signed it", self._own.name, name)
+            # Most likely its worker left before the current members found their secret.
+            _log.info("%s: %r is left from a worker that is gone, and signed with another secret", self._own.name, name)
             return False
         if text == _GONE:
             self._gone.add(place)
@@ -262,7 +275,7 @@ def _claim(store: _Store, keys: Keys, key: str, own: Entry, taken: str) -> None:
     try:
         holder = keys.read(key, value)
     except Unsigned:
-        # Most likely another worker with another secret. It is found out, and said better, when entries are read.
+        # Most likely another worker with another secret. Reading its entry raises a better error.
         holder = unsigned_text(value)
     instance, _, who = holder.decode(errors="replace").partition(" ")
     if instance != own.instance:
@@ -283,7 +296,7 @@ def _missing(store: _Store, world_size: int, timeout: float, call: str, more_tim
 
 
 def _await(ready: Callable[[], bool], deadline: float) -> bool:
-    """Poll, so that Ctrl-C works and nothing is printed by the store when time is up."""
+    """Poll until ``ready``; False at the deadline. The store's own wait ignores Ctrl-C, and prints at a timeout."""
     pause = _FIRST_PAUSE
     while not ready():
         if time.monotonic() > deadline:

@@ -1,23 +1,28 @@
-"""The job's secret: given by the user, or found by the workers of one user on one host (``found_secret.py``)."""
+"""The job's secret: given by the user, or made and shared by the workers of one user on one host."""
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import math
 import os
+import re
+import secrets
 import stat
 import string
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from farprop.config import Settings
 from farprop.errors import UsageError
-from farprop.runtime.found_secret import FoundSecret, check_directory
 
 _BITS = 128
 _MIN_DISTINCT = 8
 _ADVICE = 'Make one with: python -c "import secrets; print(secrets.token_hex(32))"'
-# From the smallest: what somebody who guesses has to try for each character.
+# Sets of characters, the smallest first. An attacker has to try each character of the set.
 _ALPHABETS = [
     string.digits,
     string.hexdigits[:16],
@@ -31,7 +36,7 @@ _ALPHABETS = [
 
 
 class Secret:
-    """``key`` proves membership; ``was_found`` says that the workers of this host found it by themselves."""
+    """The secret of a job. ``key`` proves membership. ``was_found`` is true if the workers of this host made it."""
 
     def __init__(self, key: bytes, found: FoundSecret | None = None) -> None:
         self.key = key
@@ -45,18 +50,18 @@ class Secret:
         return self.found is not None
 
     def remove_file(self) -> None:
-        """Nobody else is to find it any more."""
+        """All workers have the secret: remove its file."""
         if self.found is not None:
             self.found.remove()
 
     def let_go(self) -> None:
-        """This worker needs it no longer; others may still find it."""
+        """This worker does not need the file any more; others may still read it."""
         if self.found is not None:
             self.found.close()
 
 
 def check_settings(settings: Settings) -> None:
-    """Find out what is wrong with the settings before anything is started."""
+    """Raise ``UsageError`` for bad settings, before anything is started."""
     given = _given(settings)
     if given is not None:
         _check_strength(*given)
@@ -65,8 +70,15 @@ def check_settings(settings: Settings) -> None:
 
 
 def find_secret(settings: Settings, job: str, agree: Callable[[str, str], str]) -> Secret:
-    """``job`` names the job on this host: equal for its workers, different for other jobs. ``agree(name, value)`` is
-    what the first of them said under that name.
+    """Find the secret of a job.
+
+    Args:
+        settings: the settings of this process.
+        job: the random name of the job, the same on all of its workers.
+        agree: ``agree(name, value)`` returns the value that the first worker proposed under the name.
+
+    Raises:
+        UsageError: the user's secret can't be used, or the workers can't share one.
     """
     given = _given(settings)
     if given is not None:
@@ -88,12 +100,12 @@ def _given(settings: Settings) -> tuple[bytes, str] | None:
 
 @functools.lru_cache(maxsize=1)
 def _slow_key(text: bytes) -> bytes:
-    """Once a process: it takes some 50 ms and 16 MB on purpose, and so does each guess."""
+    """Derive the key, once per process. This takes about 50 ms and 16 MB on purpose, and so does each guess."""
     return hashlib.scrypt(text, salt=b"farprop given key", n=1 << 14, r=8, p=1, dklen=32)
 
 
 def _check_strength(text: bytes, source: str) -> None:
-    """Refuse what was not made at random. This finds mistakes; it can't measure what somebody had in mind."""
+    """Raise for a secret that was obviously not made at random. This catches mistakes; it is no proof of strength."""
     characters = set(text.decode("latin-1"))
     size = next((len(alphabet) for alphabet in _ALPHABETS if characters.issubset(alphabet)), 256)
     if len(text) * math.log2(size) < _BITS:
@@ -122,3 +134,149 @@ def _read_given_file(path: str) -> bytes:
             return file.read(1 << 16)
     except OSError as error:
         raise UsageError(f"FARPROP_SECRET_FILE can't be read: {error}. {_ADVICE}") from error
+
+
+_BYTES = 32
+_SUFFIX = ".secret"
+
+
+class FoundSecret:
+    """A secret that the workers of one user on one host find by themselves. ``text`` is the secret.
+
+    It is 32 random bytes in a file named after the job, in a directory that only its user can enter. The first worker
+    makes the file, the others read it, and it is removed when all have joined or the last one leaves. Each user of the
+    file holds a lock on it until ``close`` or ``remove``. The system releases the lock when the process ends, however
+    it ends: a file that nobody has locked is left over, and the next job to start removes it.
+
+    Somebody else may have taken the directory's name where all can write. Then the first worker makes a directory with
+    a random name and publishes the name in the store. The others use it only if it belongs to their user alone, so a
+    forged name does no harm.
+    """
+
+    def __init__(self, job: str, agree: Callable[[str, str], str]) -> None:
+        directory = _directory(agree)
+        _remove_left_over(directory)
+        self.file = directory / f"{hashlib.sha256(job.encode()).hexdigest()[:32]}{_SUFFIX}"
+        self._descriptor, self.text = _read_or_make(self.file)
+
+    def remove(self) -> None:
+        """Remove the file: all workers have the secret."""
+        self._unlink()
+        self.close()
+
+    def close(self) -> None:
+        """Release the lock; the last user of the file removes it."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor < 0:
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), os.stat(self.file)):
+                self._unlink()
+        except OSError:
+            pass  # other workers use it, or it was removed
+        finally:
+            os.close(descriptor)
+
+    def _unlink(self) -> None:
+        self.file.unlink(missing_ok=True)
+        if self.file.parent != _usual_directory():
+            with suppress(OSError):
+                self.file.parent.rmdir()  # its name is random, so no other job uses it
+
+
+def check_directory() -> None:
+    """Raise ``UsageError`` if the directory for secrets can't be used, before anything is started."""
+    _usable(_usual_directory())
+
+
+def _usual_directory() -> Path:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    # After `su` or `sudo -E` it may belong to another user, and in a container it may not exist.
+    if runtime and os.access(runtime, os.W_OK | os.X_OK):
+        return Path(runtime, "farprop")
+    return Path(tempfile.gettempdir(), f"farprop-{os.geteuid()}")
+
+
+def _usable(directory: Path) -> bool:
+    """Make the directory if it does not exist; False if it belongs to another user, raises if others can enter it."""
+    try:
+        with suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+        facts = directory.lstat()
+    except OSError as error:
+        raise UsageError(f"The job's secret can't be kept in {directory}: {error}. Set FARPROP_SECRET.") from error
+    if facts.st_uid != os.geteuid():
+        return False
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_mode & 0o077:
+        raise UsageError(
+            f"{directory} is not a directory of this user alone, so the job's secret can't be kept there. Remove it, "
+            "or set FARPROP_SECRET."
+        )
+    return True
+
+
+def _directory(agree: Callable[[str, str], str]) -> Path:
+    usual = _usual_directory()
+    if _usable(usual):
+        return usual
+    prefix = f"farprop-{os.geteuid()}-"
+    own = Path(tempfile.mkdtemp(prefix=prefix))
+    said = agree("directory of the secret", own.name)
+    if said == own.name:
+        return own
+    own.rmdir()
+    # The store is not trusted: accept only a name with our prefix, without a path.
+    if re.fullmatch(re.escape(prefix) + r"\w+", said):
+        directory = own.with_name(said)
+        with suppress(OSError, UsageError):
+            if directory.exists() and _usable(directory):
+                return directory
+    raise UsageError(
+        f"{usual} belongs to another user, and the workers of this job can't agree on another directory for its "
+        "secret: they are on different hosts, or belong to different users. Set FARPROP_SECRET to the same long random "
+        'text on every worker, such as the output of: python -c "import secrets; print(secrets.token_hex(32))"'
+    )
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[list[int]]:
+    """Open a file. The descriptor is in a list, and is closed at the end unless the caller has removed it."""
+    held = [os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)]
+    try:
+        yield held
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+
+
+def _remove_left_over(directory: Path) -> None:
+    """Remove the secrets of jobs whose workers have all ended."""
+    for path in directory.glob(f"*{_SUFFIX}*"):
+        with suppress(OSError), _opened(path, os.O_RDONLY) as (descriptor,):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Another worker may have removed the file meanwhile, and a new one may have its name.
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                path.unlink()
+
+
+def _read_or_make(path: Path) -> tuple[int, bytes]:
+    """Read the file, or make it. A new file appears complete and locked: no worker reads half of it or removes it."""
+    while True:
+        with suppress(FileNotFoundError):
+            with _opened(path, os.O_RDONLY) as held:
+                fcntl.flock(held[0], fcntl.LOCK_SH)
+                if os.path.samestat(os.fstat(held[0]), os.stat(path)):
+                    text = os.read(held[0], 1024)
+                    return held.pop(), text
+            continue  # it was removed meanwhile
+        fresh = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        with suppress(FileNotFoundError, FileExistsError), _opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as held:
+            fcntl.flock(held[0], fcntl.LOCK_SH)
+            text = secrets.token_hex(_BYTES).encode()
+            os.write(held[0], text)
+            try:
+                os.link(fresh, path)
+            finally:
+                fresh.unlink(missing_ok=True)
+            return held.pop(), text

@@ -1,4 +1,4 @@
-"""For tests of programs that use farprop: make the network misbehave, on purpose and repeatably."""
+"""Fault injection for tests of programs that use farprop: reproducible network faults."""
 
 from farprop.testing.faults import FaultPlan, inject
 

@@ -1,1 +1,1 @@
-"""Bytes between two ends: sockets and shared memory. Knows frames, not what they mean."""
+"""Sockets, TLS and shared memory: moves messages between two processes, and does not interpret them."""

@@ -1,40 +1,38 @@
-"""One authenticated connection: frames out, frames in.
+"""One authenticated connection, which sends and receives messages.
 
 Rules that hold here:
 
-- Sending never blocks. What the kernel does not take waits in the outbox, and ``on_blocked`` asks for a call of
-  ``flush`` when the socket is writable.
-- Reading is done by one thread at a time; the caller sees to that.
-- Decisions are made under the lock; a connection is closed once, and sending on a closed one is
+- Sending never blocks. Bytes that the kernel does not take wait in the outbox, and ``on_blocked`` asks the owner to
+  call ``flush`` when the socket is writable.
+- One thread reads at a time; the owner ensures it.
+- State changes under the lock. A connection is closed once, and sending on a closed one raises
   ``ConnectionLostError``.
 """
 
 from __future__ import annotations
 
 import socket
-import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from farprop.errors import ConnectionLostError, ProtocolError, UsageError
-from farprop.transport.passage import Passage, receive_with_descriptor, rights
-from farprop.transport.segments import MIN_SHARED, Borrowing, Lending, SegmentPool
+from farprop.locks import make_lock
+from farprop.transport.fd_channel import FdChannel, receive_with_descriptor, rights
+from farprop.transport.shared_memory import MIN_SHARED, SegmentPool, ShmReceiver, ShmSender
+from farprop.transport.sockets import SEND_FLAGS, unsent
 from farprop.transport.tls import Stream, TlsSocket
-from farprop.wire.codec import Encoded
-from farprop.wire.frames import FORGET, MAX_BUFFERS, MAX_GIVES, NOTICE, Frame, FrameReader, pack
+from farprop.wire.frames import FrameReader
+from farprop.wire.message import FORGET, HEADS, MAX_BUFFERS, MAX_RETURNED, Message, notice
 
 _DONTWAIT = socket.MSG_DONTWAIT
-_NOSIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
-_SEND_FLAGS = _DONTWAIT | _NOSIGNAL
 _MAX_PARTS = 512  # below IOV_MAX
 _CORK_FRAMES = 32
 _CORK_BYTES = 1024
-_NOTHING = Encoded(b"", [], None)
 
 
 class _Unsent:
-    """Bytes that wait in the outbox, and what keeps them alive."""
+    """Bytes in the outbox, and the object that keeps their memory alive."""
 
     __slots__ = ("data", "keep")
 
@@ -44,8 +42,18 @@ class _Unsent:
 
 
 class Connection:
-    """See the module's rules. Segments can be passed on a Unix connection once both sides have its passage: the dialler
-    makes it with ``open_passage``, the other side gets it with the first message.
+    """See the module's rules. On a Unix connection, segments can be passed once both sides have its descriptor channel:
+    the dialer makes it with ``open_fd_channel``, and the listener receives it with the first message.
+
+    Args:
+        sock: the connected and authenticated socket.
+        peer: the name of the worker at the other end.
+        pool: the free segments of this process.
+        max_bytes: the largest message that this worker accepts.
+        peer_max_bytes: the largest message that the peer accepts.
+        on_blocked: called when the outbox is no longer empty.
+        on_returned: called when many bytes of segments were released here and no message has returned them yet.
+        shares_memory: whether large buffers may travel in shared memory.
     """
 
     def __init__(
@@ -60,59 +68,56 @@ class Connection:
         shares_memory: bool = True,
     ) -> None:
         self.peer = peer
-        self.rank = -1  # the peer's, where it dialled us
+        self.rank = -1  # the peer's rank; set on connections that the peer dialled
         self.fd = sock.fileno()
         self.closed = False
-        self.outbox_bytes = 0  # of the outbox, and what TLS has encrypted and not sent
+        self.outbox_bytes = 0  # bytes in the outbox, and bytes that TLS has encrypted and not sent
         self._queued_bytes = 0
-        self.lending = Lending(pool)
-        self.borrowing = Borrowing(on_returned)
+        self.sender = ShmSender(pool)
+        self.receiver = ShmReceiver(on_returned)
         self._sock = sock
         self._tls = sock if isinstance(sock, TlsSocket) else None
-        self._awaits_passage = shares_memory and sock.family == socket.AF_UNIX
-        self._passage: Passage | None = None
+        self._awaits_fd_channel = shares_memory and sock.family == socket.AF_UNIX
+        self._fd_channel: FdChannel | None = None
         self._max_bytes = min(max_bytes, peer_max_bytes)
         self._max_is_ours = max_bytes <= peer_max_bytes
         self._on_blocked = on_blocked
         self._reader = FrameReader(max_bytes)
-        self._lock = threading.Lock()
+        self._lock = make_lock("connection")
         self._outbox: deque[_Unsent] = deque()
         self._corked: list[bytes] = []
 
-    def open_passage(self) -> None:
-        """The dialler, before anything else: make the passage, on a connection that can have one."""
-        if self._awaits_passage:
-            passage, theirs = Passage.pair()
+    def open_fd_channel(self) -> None:
+        """On the dialer's side, make the descriptor channel if the connection can have one. Call this first."""
+        if self._awaits_fd_channel:
+            channel, theirs = FdChannel.pair()
             try:
                 with theirs:
-                    self._sock.sendmsg([pack(NOTICE, 0, 0, 0.0, b"", b"")], rights(theirs.fileno()), _SEND_FLAGS)
+                    self._sock.sendmsg([notice()], rights(theirs.fileno()), SEND_FLAGS)
             except BaseException:
-                passage.close()
+                channel.close()
                 raise
-            self._take_passage(passage)
+            self._take_fd_channel(channel)
 
-    def _take_passage(self, passage: Passage) -> None:
-        self._passage = self.borrowing.passage = self.lending.passage = passage
-        self._awaits_passage = False
+    def _take_fd_channel(self, channel: FdChannel) -> None:
+        self._fd_channel = self.receiver.fd_channel = self.sender.fd_channel = channel
+        self._awaits_fd_channel = False
 
     # Sending
 
-    def send(
-        self,
-        kind: int,
-        flags: int,
-        call_id: int,
-        seconds: float,
-        name: bytes,
-        encoded: Encoded = _NOTHING,
-        more: bool = False,
-    ) -> None:
-        """Send a frame. With ``more`` a small one may wait for others, or for ``uncork``: one system call for many."""
-        if not encoded.buffers:
-            if len(encoded.meta) > self._max_bytes:
-                raise self._too_large(len(encoded.meta))
-            gives = self.borrowing.take_returned(MAX_GIVES) if self.borrowing.returned else ()
-            data = pack(kind, flags | encoded.flags, call_id, seconds, name, encoded.meta, (), gives)
+    def send(self, message: Message, more: bool = False) -> None:
+        """Send a message. With ``more`` a small one may wait for others, or for ``uncork``: one system call for many.
+
+        Raises:
+            ConnectionLostError: the connection is closed or breaks.
+            UsageError: the message is too large. Nothing was sent.
+        """
+        buffers = message.buffers
+        if not buffers:
+            if len(message.payload) > self._max_bytes:
+                raise self._too_large(len(message.payload))
+            data = message.pack((), self.receiver.take_returned(MAX_RETURNED) if self.receiver.returned else ())
+            message.sent = True
             if more and len(data) < _CORK_BYTES and len(self._corked) < _CORK_FRAMES:
                 with self._lock:
                     if self.closed:
@@ -123,47 +128,47 @@ class Connection:
             return
         parts: list[Any] = [b""]
         table = []
-        total = len(encoded.meta)
-        if len(encoded.buffers) > MAX_BUFFERS:
+        total = len(message.payload)
+        if len(buffers) > MAX_BUFFERS:
             raise UsageError(f"A message can hold at most {MAX_BUFFERS} large buffers; send them in parts.")
-        for buffer in encoded.buffers:
+        for buffer in buffers:
             total += buffer.nbytes
             if total > self._max_bytes:
                 raise self._too_large(total)
-        for buffer in encoded.buffers:
+        for buffer in buffers:
             segment = None
-            if self._passage is not None and buffer.nbytes >= MIN_SHARED:
-                segment = self.lending.lend(buffer)
+            if self._fd_channel is not None and buffer.nbytes >= MIN_SHARED:
+                segment = self.sender.lend(buffer)
             if segment is None:
                 table.append((buffer.nbytes, 0))
                 parts.append(buffer.cast("B") if buffer.format != "B" else buffer)
             else:
                 table.append((buffer.nbytes, segment.number))
-        gives = self.borrowing.take_returned(MAX_GIVES) if self.borrowing.returned else ()
-        parts[0] = pack(kind, flags | encoded.flags, call_id, seconds, name, encoded.meta, table, gives)
-        self._transmit(parts, encoded.keep)
-        if self.lending.dropped:
+        parts[0] = message.pack(table, self.receiver.take_returned(MAX_RETURNED) if self.receiver.returned else ())
+        message.sent = True
+        self._transmit(parts, message.keep)
+        if self.sender.dropped:
             self._send_forgets()
 
     def uncork(self) -> None:
-        """Send what waits for more."""
+        """Send the messages that wait for more."""
         if self._corked:
             self._transmit([], None)
 
     def give_back(self) -> None:
-        """Send the give-backs that have found no frame to ride on."""
-        while self.borrowing.returned:
-            self._transmit([pack(NOTICE, 0, 0, 0.0, b"", b"", (), self.borrowing.take_returned(MAX_GIVES))], None)
+        """Return segments that no message has returned yet."""
+        while self.receiver.returned:
+            self._transmit([notice(self.receiver.take_returned(MAX_RETURNED))], None)
 
     def _send_forgets(self) -> None:
         numbers: list[int] = []
-        while len(numbers) < MAX_GIVES:
+        while len(numbers) < MAX_RETURNED:
             try:
-                numbers.append(self.lending.dropped.popleft())
+                numbers.append(self.sender.dropped.popleft())
             except IndexError:
-                break  # another thread sends them
+                break  # another thread is sending them
         if numbers:
-            self._transmit([pack(NOTICE, FORGET, 0, 0.0, b"", b"", (), numbers)], None)
+            self._transmit([notice(numbers, FORGET)], None)
 
     def _too_large(self, size: int) -> UsageError:
         whose = "of this worker" if self._max_is_ours else f"of {self.peer}, which does not take it"
@@ -186,7 +191,7 @@ class Connection:
                 self._queue(parts, 0, keep)
                 return
             try:
-                sent = self._write(parts)
+                sent = self._sock.send(parts[0], SEND_FLAGS) if len(parts) == 1 else self._write(parts)
             except BlockingIOError:
                 sent = 0
             except OSError as error:
@@ -201,18 +206,11 @@ class Connection:
             self._on_blocked(self)
 
     def _write(self, parts: list[Any]) -> int:
-        if len(parts) == 1:
-            return self._sock.send(parts[0], _SEND_FLAGS)
-        return self._sock.sendmsg(parts[:_MAX_PARTS], (), _SEND_FLAGS)
+        return self._sock.sendmsg(parts[:_MAX_PARTS], (), SEND_FLAGS)
 
     def _queue(self, parts: list[Any], skip: int, keep: Any) -> None:
-        for part in parts:
-            if skip >= len(part):
-                skip -= len(part)
-                continue
-            data = memoryview(part)[skip:]
-            skip = 0
-            self._outbox.append(_Unsent(data, (part, keep)))
+        for data in unsent(parts, skip):
+            self._outbox.append(_Unsent(data, keep))
             self._queued_bytes += len(data)
         self._count_unsent()
 
@@ -220,7 +218,7 @@ class Connection:
         self.outbox_bytes = self._queued_bytes + (0 if self._tls is None else len(self._tls.unsent))
 
     def flush(self) -> bool:
-        """Send what waits, as far as the kernel takes it; True if nothing is left."""
+        """Send from the outbox as much as the kernel takes; returns True if nothing is left."""
         with self._lock:
             try:
                 while self._outbox and not self.closed:
@@ -231,7 +229,7 @@ class Connection:
                         first.data = first.data[sent:]
                     else:
                         self._outbox.popleft()
-                return self.closed or self._tls is None or not self._tls.unsent or self._tls.flush(_SEND_FLAGS)
+                return self.closed or self._tls is None or not self._tls.unsent or self._tls.flush(SEND_FLAGS)
             except BlockingIOError:
                 return False
             except OSError as error:
@@ -241,67 +239,74 @@ class Connection:
 
     # Receiving
 
-    def receive(self) -> list[Frame] | None:
-        """Frames that are here; None at the end of the stream. Raises BlockingIOError when there is nothing.
+    def receive(self) -> list[Message] | None:
+        """Read what the socket has.
 
-        Raises ``ProtocolError`` for what makes no sense.
+        Returns:
+            The messages that are complete; None at the end of the stream.
+
+        Raises:
+            BlockingIOError: there is nothing to read.
+            ProtocolError: the peer sent malformed bytes.
         """
         reader = self._reader
         try:
-            if self._awaits_passage:
-                count = self._receive_passage()
+            if self._awaits_fd_channel:
+                count = self._receive_fd_channel()
             else:
-                count = self._sock.recv_into(reader.target(), 0, _DONTWAIT)
+                count = self._sock.recv_into(reader.target, 0, _DONTWAIT)
         except BlockingIOError:
             raise
         except OSError:
             return None
         if not count:
             return None
-        frames = reader.received(count)
+        messages = reader.received(count)
         if self._tls is not None:
             while self._tls.has_more and (count := self._decrypt_more()):
-                frames += reader.received(count)
-        for frame in frames:
-            if frame.buffers:
-                frame.buffers = [b if type(b) is memoryview else self.borrowing.borrow(*b) for b in frame.buffers]
-            if frame.gives:
-                if frame.flags & FORGET:
-                    self.borrowing.forget(frame.gives)
+                messages += reader.received(count)
+        for message in messages:
+            if message.flags & HEADS:
+                message.parse_heads()
+            if message.buffers:
+                message.buffers = [b if type(b) is memoryview else self.receiver.borrow(*b) for b in message.buffers]
+            if message.returned_segments:
+                if message.flags & FORGET:
+                    self.receiver.forget(message.returned_segments)
                 else:
-                    self.lending.give_back(frame.gives)
-                    if self.lending.dropped:
+                    self.sender.take_back(message.returned_segments)
+                    if self.sender.dropped:
                         self._send_forgets()
-        return frames
+        return messages
 
     def _decrypt_more(self) -> int:
-        """What has come already does not make the socket ready again."""
+        """Decrypt bytes that TLS has read already: they don't make the socket readable again."""
         try:
-            return int(self._sock.recv_into(self._reader.target(), 0, _DONTWAIT))
+            return int(self._sock.recv_into(self._reader.target, 0, _DONTWAIT))
         except BlockingIOError:
             return 0
 
-    def _receive_passage(self) -> int:
-        """Read the dialler's first message, which has the passage with it."""
+    def _receive_fd_channel(self) -> int:
+        """Read the dialer's first message, which passes the descriptor channel."""
         assert isinstance(self._sock, socket.socket)
-        count, descriptor = receive_with_descriptor(self._sock, self._reader.target())
+        count, descriptor = receive_with_descriptor(self._sock, self._reader.target)
         if descriptor >= 0:
-            self._take_passage(Passage.from_descriptor(descriptor))
+            self._take_fd_channel(FdChannel.from_descriptor(descriptor))
         elif count:
-            raise ProtocolError("the first message on a Unix connection has no passage for segments")
+            raise ProtocolError("the first message on a Unix connection passes no descriptor channel")
         return count
 
     # Ending
 
     def hang_up(self) -> None:
-        """Break the connection, as a cut wire would: both ends find out by themselves."""
+        """Shut the socket down, as a broken network would: both ends read the end of the stream."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
 
     def close(self) -> bool:
-        """Close once; True for the caller that did it."""
+        """Close the connection; returns True for the one call that closes it."""
         with self._lock:
             if self.closed:
                 return False
@@ -312,16 +317,16 @@ class Connection:
         except OSError:
             pass
         self._sock.close()
-        self.lending.close()
-        self.borrowing.close()
-        if self._passage is not None:
-            self._passage.close()
+        self.sender.close()
+        self.receiver.close()
+        if self._fd_channel is not None:
+            self._fd_channel.close()
         return True
 
     def abandon(self) -> None:
-        """In a forked child: close the descriptor without a word to the peer."""
+        """In a forked child, close the descriptor without sending anything to the peer."""
         self.closed = True
-        self.borrowing.close()
+        self.receiver.close()
         self._sock.close()
-        if self._passage is not None:
-            self._passage.close()
+        if self._fd_channel is not None:
+            self._fd_channel.close()

@@ -1,4 +1,4 @@
-"""Where a worker listens and how another one reaches it."""
+"""Listening and connecting sockets: TCP, and Unix sockets within a host."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Iterable
 from typing import Protocol
 
 from farprop.errors import AuthenticationError, ConnectionLostError, UsageError
+from farprop.transport.keepalive import set_keepalive
 from farprop.transport.tls import Stream
 
+SEND_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 HAVE_UNIX = sys.platform == "linux"  # abstract names and memfd
 _BACKLOG = 4096
 _SIOCGIFADDR = 0x8915
@@ -20,7 +23,7 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class Address(Protocol):
-    """Where a worker can be dialled."""
+    """The addresses of a worker."""
 
     @property
     def tcp(self) -> tuple[str, int]: ...
@@ -29,7 +32,7 @@ class Address(Protocol):
 
 
 def network_namespace() -> str:
-    """Names the space in which abstract socket names are known; equal for workers that can use them together."""
+    """Identifies the network namespace. Workers with equal ones can connect by abstract socket names."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
@@ -46,7 +49,7 @@ def listen_unix(name: str) -> socket.socket:
 
 
 def listen_tcp(host: str, ports: tuple[int, int] | None) -> socket.socket:
-    """Listen on ``host`` at the first free port of the range, or any port."""
+    """Listen on ``host`` at the first free port of the range ``ports``; on any port without a range."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in [0] if ports is None else range(ports[0], ports[1] + 1):
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -73,7 +76,7 @@ def listen_tcp(host: str, ports: tuple[int, int] | None) -> socket.socket:
 
 
 def interface_address(interface: str) -> str:
-    """The address of an interface such as ``eth0``; an address is returned as it is."""
+    """Return the address of an interface such as ``eth0``; an address is returned unchanged."""
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             socket.inet_pton(family, interface)
@@ -95,7 +98,7 @@ def interface_address(interface: str) -> str:
 
 
 def address_towards(host: str) -> str:
-    """The local address from which ``host`` is reached: what to listen on by default. Sends nothing."""
+    """The local address from which ``host`` is reached, the default to listen on. Sends nothing."""
     try:
         family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -106,7 +109,16 @@ def address_towards(host: str) -> str:
 
 
 def connect(address: Address, unix: bool, deadline: float) -> socket.socket:
-    """A socket that is connected to a worker."""
+    """Connect a socket to a worker.
+
+    Args:
+        address: the worker's addresses.
+        unix: whether to use the Unix socket.
+        deadline: on the monotonic clock.
+
+    Raises:
+        ConnectionLostError: the worker can't be reached in time.
+    """
     if unix:
         return _connect_unix(address.unix, deadline)
     try:
@@ -125,7 +137,7 @@ def _connect_unix(name: str, deadline: float) -> socket.socket:
             connection.connect("\0" + name)
             return connection
         except BlockingIOError:
-            # A Unix listener whose backlog is full says so at once; a moment later it has room.
+            # A Unix listener with a full backlog refuses at once, but soon has room again.
             connection.close()
             if time.monotonic() > deadline:
                 raise ConnectionLostError("the worker accepts no connections: its backlog is full") from None
@@ -139,7 +151,7 @@ def _connect_unix(name: str, deadline: float) -> socket.socket:
 
 
 def check_user(sock: socket.socket) -> None:
-    """Refuse a Unix connection with a process of another user. The system says whose it is."""
+    """Raise for a Unix connection with a process of another user, as the kernel reports it."""
     _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if user != os.geteuid():
         raise AuthenticationError(
@@ -149,13 +161,18 @@ def check_user(sock: socket.socket) -> None:
 
 
 def make_ready(connection: Stream) -> None:
-    """From the handshake's timeouts to what a connection needs: each call says itself that it must not block."""
+    """Prepare a socket for messages after its handshake: no timeout, because each call passes ``MSG_DONTWAIT``."""
     connection.settimeout(None)
-    if connection.family != socket.AF_UNIX:
-        # A host that vanished without a word is found out within a minute even if nobody calls it.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        # The last is for one that vanished while data was on its way to it, in milliseconds.
-        options = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6), ("TCP_USER_TIMEOUT", 120_000))
-        for option, value in options:
-            if hasattr(socket, option):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    set_keepalive(connection)
+
+
+def unsent(parts: Iterable[bytes | memoryview], sent: int) -> list[memoryview]:
+    """The rest of a message's parts after the kernel has taken the first ``sent`` bytes."""
+    rest = []
+    for part in parts:
+        if sent >= len(part):
+            sent -= len(part)
+        else:
+            rest.append(memoryview(part)[sent:])
+            sent = 0
+    return rest

@@ -1,14 +1,14 @@
 """TLS 1.3 on a connected socket.
 
-OpenSSL works on memory here, never on the socket. So a socket is polled, read and written by whoever does it without
-TLS, too, and a thread that encrypts never waits for the network. Rules that hold here:
+OpenSSL works on memory buffers here, never on the socket. So the same code polls, reads and writes a socket with and
+without TLS, and a thread that encrypts never waits for the network. Rules that hold here:
 
-- One thread reads at a time, and one sends; the callers see to that. What both need of OpenSSL is under the lock.
-- A send takes whole pieces of at most ``_PIECE`` bytes. Of the last one, what the system has not taken is kept in
-  ``unsent``, and goes out first: by the next send, or by ``flush`` when the socket is writable.
-- What was received is decrypted before the socket is read again. While ``has_more``, the socket may stay silent.
-- What was altered on its way is a ``ProtocolError``. So is a peer that asks for new keys again and again, which costs
-  time and memory.
+- One thread reads at a time, and one sends; the callers ensure it. OpenSSL's shared state is used under the lock.
+- A send takes whole pieces of at most ``_PIECE`` bytes. If the kernel does not take all of the last piece, the rest is
+  kept in ``unsent`` and sent first: by the next send, or by ``flush`` when the socket is writable.
+- Received bytes are decrypted before the socket is read again. While ``has_more`` is true, decrypted bytes may be left
+  although the socket is not readable.
+- Altered bytes raise ``ProtocolError``. So does a peer that keeps asking for new keys, which costs time and memory.
 """
 
 from __future__ import annotations
@@ -24,31 +24,42 @@ from contextlib import contextmanager
 from typing import Any
 
 from farprop.errors import ProtocolError, UsageError
+from farprop.locks import make_lock
 
 _PIECE = 256 << 10
 _RECORD = 16 << 10
 _STRANGERS_PIECE = 4 << 10
-_MOST_ANSWERS = 4 << 10  # bytes that TLS wants to say by itself
+_MOST_ANSWERS = 4 << 10  # bytes that TLS may send by itself
 
 
 class TlsSocket:
-    """As much of a socket's interface as connections use."""
+    """Implements the part of a socket's interface that connections use."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, server_side: bool) -> None:
         self.family = sock.family
         self.unsent: Any = b""
         self.has_more = False
-        self.received_bytes = 0  # before the peer was known
+        self.received_bytes = 0  # counted until the peer is authenticated
         self._is_known = False
         self._sock = sock
-        self._lock = threading.Lock()
+        self._lock = make_lock("tls_socket")
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls: Any = context.wrap_bio(self._incoming, self._outgoing, server_side)
 
     # Making the connection
 
     def handshake(self, data: bytes) -> tuple[bool, bytes]:
-        """What came from the peer; whether the connection is made, and what to send to the peer in any case."""
+        """Continue the TLS handshake.
+
+        Args:
+            data: bytes from the peer.
+
+        Returns:
+            Whether the handshake is complete, and bytes to send to the peer.
+
+        Raises:
+            ProtocolError: the handshake failed.
+        """
         self._incoming.write(data)
         try:
             self._tls.do_handshake()
@@ -60,15 +71,15 @@ class TlsSocket:
         return True, self._outgoing.read()
 
     def last_words(self) -> bytes:
-        """What to send to a peer with which no connection could be made: TLS's reason."""
+        """TLS's alert for a peer whose handshake failed."""
         return self._outgoing.read()
 
     def know_peer(self) -> None:
-        """The peer has proved who it is: from now on large pieces are read from it."""
+        """The peer is authenticated: read large pieces from now on."""
         self._is_known = True
 
     def peer_channel(self) -> bytes:
-        """The channel of a connection to the listener whose certificate was shown."""
+        """The channel binding, from the certificate that the listener showed."""
         return channel(self._tls.getpeercert(binary_form=True) or b"")
 
     # Sending
@@ -79,7 +90,7 @@ class TlsSocket:
         return self._send_piece(data, flags)
 
     def sendmsg(self, parts: Sequence[Any], ancillary: Sequence[Any] = (), flags: int = 0) -> int:
-        """As a socket's: the count of bytes that were taken. Some of them may be in ``unsent``."""
+        """Like ``socket.sendmsg``; returns the number of bytes taken. Some of them may be in ``unsent``."""
         if ancillary:
             raise UsageError("Descriptors can't be passed to another host.")
         if self.unsent and not self.flush(flags):
@@ -104,7 +115,7 @@ class TlsSocket:
         return count
 
     def flush(self, flags: int = 0) -> bool:
-        """Send what is left; False if the system does not take all of it."""
+        """Send the bytes in ``unsent``; False if the kernel does not take all of them."""
         try:
             self.unsent = self.unsent[self._sock.send(self.unsent, flags) :]
         except BlockingIOError:
@@ -112,7 +123,7 @@ class TlsSocket:
         return not self.unsent
 
     def sendall(self, data: Any) -> None:
-        """For a socket that blocks."""
+        """Like ``socket.sendall``, for a blocking socket."""
         view = memoryview(data)
         while view or self.unsent:
             if view:
@@ -123,7 +134,7 @@ class TlsSocket:
     # Receiving
 
     def recv_into(self, target: Any, _: int = 0, flags: int = 0) -> int:
-        """As a socket's. Raises BlockingIOError also if less than a record has come."""
+        """Like ``socket.recv_into``. Also raises BlockingIOError if less than a TLS record has arrived."""
         incoming, tls = self._incoming, self._tls
         data: Any = b""
         if not self.has_more:
@@ -139,7 +150,7 @@ class TlsSocket:
                 if data:
                     incoming.write(data)
                 count = tls.read(size, target)
-                # Most often that was the only record. If there is room left, nothing is left of one.
+                # Most often that was the only record. If ``target`` has room left, the record is used up.
                 while incoming.pending and count < size:
                     count += tls.read(size - count, target[count:])
         except ssl.SSLWantReadError:
@@ -148,11 +159,11 @@ class TlsSocket:
             self.has_more = False
             return count
         except ssl.SSLError as error:
-            raise ProtocolError(f"what it sent was altered on its way, or is no TLS ({_reason(error)})") from error
+            raise ProtocolError(f"what it sent was altered on its way, or is not TLS ({_reason(error)})") from error
         self.has_more = count == size and bool(incoming.pending or tls.pending())
         if not count:
             if self._outgoing.pending > _MOST_ANSWERS:
-                raise ProtocolError("it asks for new keys again and again")
+                raise ProtocolError("it keeps asking for new keys")
             raise BlockingIOError
         return count
 
@@ -160,7 +171,7 @@ class TlsSocket:
         target = memoryview(bytearray(size))
         return bytes(target[: self.recv_into(target, 0, flags)])
 
-    # What is the socket's own
+    # Delegated to the socket
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -185,7 +196,7 @@ Stream = socket.socket | TlsSocket
 
 
 class _Received(threading.local):
-    """What a thread reads from a socket is in OpenSSL's memory when it reads from the next."""
+    """A receive buffer per thread. A read copies it into OpenSSL's memory, so all sockets can share it."""
 
     def __init__(self) -> None:
         self.buffer = memoryview(bytearray(_PIECE))
@@ -196,7 +207,7 @@ _received = _Received()
 
 
 def _pieces(parts: Sequence[Any]) -> Iterator[Any]:
-    """Small parts together, in one record; large ones in pieces."""
+    """Join small parts into one record, and cut large ones into pieces."""
     if len(parts) > 1 and sum(map(len, parts)) <= _RECORD:
         yield b"".join(parts)
         return
@@ -215,42 +226,44 @@ def _reason(error: ssl.SSLError) -> str:
 
 
 def channel(certificate: bytes) -> bytes:
-    """What both ends of a TLS connection put into their proofs: which certificate the listener showed."""
+    """The channel binding: both ends put the listener's certificate, as they see it, into their proofs."""
     return b"tls " + hashlib.sha256(certificate).digest()
 
 
 class Certificates:
-    """The contexts of one worker. ``files`` are certificate, key and CA; without, a certificate is made on first use,
-    and nobody has to trust it: the handshake above TLS proves whose it is.
+    """The TLS contexts of one worker.
+
+    ``files`` are the user's certificate, key and CA. Without them a self-signed certificate is made on first use. No CA
+    vouches for it: the handshake above TLS proves whose it is.
     """
 
     def __init__(self, files: tuple[str, str, str] | None) -> None:
         self._files = files
-        self._lock = threading.Lock()
+        self._lock = make_lock("tls_contexts")
         self._listener: tuple[ssl.SSLContext, bytes] | None = None
-        self._dialler: ssl.SSLContext | None = None
+        self._dialer: ssl.SSLContext | None = None
         if files is not None:
-            self.prepare()  # so that wrong files are found out at the start
+            self.prepare()  # fail early if the files are wrong
 
     def prepare(self) -> None:
-        """Make the contexts now, and not when a connection waits for them."""
+        """Make the contexts before a connection needs them."""
         self._for_listener()
-        self._for_dialler()
+        self._for_dialer()
 
     def accept(self, sock: socket.socket) -> tuple[TlsSocket, bytes]:
-        """The listener's end on a new connection, and its channel."""
+        """Return the listener's end of a new connection, and its channel binding."""
         context, own_channel = self._for_listener()
         return TlsSocket(sock, context, server_side=True), own_channel
 
     def dial(self, sock: socket.socket) -> TlsSocket:
-        """The dialler's end."""
-        return TlsSocket(sock, self._for_dialler(), server_side=False)
+        """Return the dialer's end of a new connection."""
+        return TlsSocket(sock, self._for_dialer(), server_side=False)
 
-    def _for_dialler(self) -> ssl.SSLContext:
+    def _for_dialer(self) -> ssl.SSLContext:
         with self._lock:
-            if self._dialler is None:
-                self._dialler = _context(ssl.PROTOCOL_TLS_CLIENT, self._files)
-            return self._dialler
+            if self._dialer is None:
+                self._dialer = _context(ssl.PROTOCOL_TLS_CLIENT, self._files)
+            return self._dialer
 
     def _for_listener(self) -> tuple[ssl.SSLContext, bytes]:
         with self._lock:
@@ -294,8 +307,8 @@ def _first_certificate(path: str) -> bytes:
 
 
 def _throw_away() -> tuple[bytes, bytes]:
-    """A private key in PEM format, and a certificate for it in DER format."""
-    # Imported here: workers of one host never need it.
+    """Make a private key, in PEM format, and a self-signed certificate for it, in DER format."""
+    # Imported here, because workers of one host never need it.
     import datetime
 
     from cryptography import x509
@@ -323,7 +336,7 @@ def _throw_away() -> tuple[bytes, bytes]:
 
 @contextmanager
 def _as_file(data: bytes) -> Iterator[str]:
-    """``ssl`` reads keys from files alone. This one is in memory where the system can do that."""
+    """A file with this content, because ``ssl`` reads keys from files alone. On Linux it is in memory."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("farprop-key", os.MFD_CLOEXEC)
         try:

@@ -1,1 +1,1 @@
-"""Objects and tensors to buffers and back. No sockets, no threads."""
+"""The format of messages, and the codecs between objects and buffers. No sockets, no threads."""

@@ -1,15 +1,18 @@
 """``encode`` and ``decode``: any object to a pickle and large buffers, and back.
 
-Plain pickle first, because it is fast. What it can't name (lambdas, closures, local classes) is encoded
-again with cloudpickle. A class that has ``_reduce_for_call(pickler)`` says by it how it travels in calls, and only
-there. Objects that it gives to the pickler's ``travel`` travel in front of the pickle, and ``arrival`` finds them.
+``encode`` tries plain pickle first, because it is fast. Objects without an importable name (lambdas, closures, local
+classes) are encoded again with cloudpickle. A class can define ``_reduce_for_call(pickler)`` to be pickled differently
+in calls. It may pass objects to the pickler's ``send_out_of_band``: these travel in front of the pickle, and
+``resolve_out_of_band`` finds them in the decoder.
 
-For a message of an autograd context, ``graph`` takes the tensors that require grad, in the order in which the decoder
+In a message of an autograd context, ``graph`` collects the tensors that require grad, in the order in which the decoder
 builds them.
 
-``place`` says where tensors go that are not on the CPU. Without one they raise ``NotPlaced``.
+``place`` maps a tensor's device to a device of the receiver. Without it, a tensor that is not on the CPU raises
+``DeviceMapRequired``.
 
-``class_reducers`` has what the program registered for classes of its own, and comes before everything else.
+``class_reducers`` holds the reducers that the program registered for its own classes. They take precedence over all
+others.
 """
 
 from __future__ import annotations
@@ -24,11 +27,10 @@ from typing import Any, TypeVar
 import torch
 
 from farprop import _torch
-from farprop.wire.frames import PLAIN
-from farprop.wire.plain import ATOMS, decode_plain, encode_plain
+from farprop.wire.message import Message
 from farprop.wire.tensors import (
     INLINE_LIMIT,
-    NotPlaced,
+    DeviceMapRequired,
     Place,
     Sent,
     SpanTooShort,
@@ -42,55 +44,36 @@ _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter
 _Pickler = pickle.Pickler
 _loads = pickle.loads
-_SHORT = ATOMS | {torch.Tensor}
-_MAX_PLAIN = 8
 _R = TypeVar("_R")
 
-# ``reducer(obj)`` for objects of exactly this class returns what ``__reduce__`` would.
+# Class to reducer, for objects of exactly this class. A reducer returns what ``__reduce__`` would.
 class_reducers: dict[Any, Callable[[Any], Any]] = {}
 
 
-# Classes whose objects travel in front of a message, and what finds the one at a place there when it is decoded.
+# Classes whose objects travel out of band, and the function that returns such an object by its index in the decoder.
 reference_kinds: dict[type, Callable[[int], Any]] = {}
 
 
-class Encoded:
-    """One encoded object: the pickle, the buffers beside it, what keeps their memory alive, flags for its frame, and
-    what has to travel in front of it.
-    """
-
-    __slots__ = ("buffers", "flags", "keep", "meta", "travellers")
-
-    def __init__(
-        self, meta: bytes, buffers: list[memoryview], keep: Any, flags: int = 0, travellers: Sequence[Any] = ()
-    ) -> None:
-        self.meta = meta
-        self.buffers = buffers
-        self.keep = keep
-        self.flags = flags
-        self.travellers = travellers
-
-
 class _Writing(threading.local):
-    """The pickler that this thread is in, while a reducer of the program runs."""
+    """The pickler that runs on this thread, while it calls a reducer of the program."""
 
     pickler: _Reductions | None = None
 
 
 class _Reductions:
-    """What both picklers do with tensors and script modules. State is for one message."""
+    """Reduces tensors, script modules and classes of our own, for both picklers. One instance encodes one message."""
 
     sent: dict[int, Sent] | None = None
     whole: frozenset[int] | None = None
-    travellers: list[Any] | tuple[()] = ()
+    out_of_band: list[Any] | tuple[()] = ()
     graph: list[torch.Tensor] | None = None
 
-    def travel(self, obj: Any) -> int:
-        """Have ``obj`` travel in front of the pickle; its place there."""
-        if isinstance(self.travellers, tuple):
-            self.travellers = []
-        self.travellers.append(obj)
-        return len(self.travellers) - 1
+    def send_out_of_band(self, obj: Any) -> int:
+        """Send ``obj`` in front of the pickle; returns its index there."""
+        if isinstance(self.out_of_band, tuple):
+            self.out_of_band = []
+        self.out_of_band.append(obj)
+        return len(self.out_of_band) - 1
 
     def reduce(self, obj: Any) -> Any:
         if class_reducers and type(obj) in class_reducers:
@@ -106,15 +89,15 @@ class _Reductions:
             if obj.requires_grad:
                 if self.graph is not None:
                     self.graph.append(obj)
-                # Torch's own way for the rarer layouts does not say that they require grad.
+                # Torch's own reduction of the rarer layouts loses ``requires_grad``.
                 return reduce_tensor(obj, sent, self.whole) or (requiring_grad, (obj.detach(),))
             reduced = reduce_tensor(obj, sent, self.whole)
             return NotImplemented if reduced is None else reduced
         if isinstance(obj, _Tensor):
             if not obj.is_cpu and type(obj) is not _Parameter and not obj.is_meta:
-                raise NotPlaced.on(obj.device)
+                raise DeviceMapRequired.on(obj.device)
             if self.graph is not None and obj.requires_grad:
-                # A parameter, or another subclass: there it is what a call computed, and no leaf.
+                # A parameter, or another subclass. At the receiver it is the result of a call, not a leaf.
                 self.graph.append(obj)
                 return requiring_grad, (obj.detach(),)
         if isinstance(obj, _torch.ScriptModule):
@@ -132,13 +115,13 @@ class _Reductions:
 
 
 class _Placements(_Reductions):
-    """The same with a ``Place``. What is moved travels as a copy on the CPU."""
+    """The same with a ``Place``. Tensors that change their device travel as copies on the CPU."""
 
     place: Place
     copies: dict[int, torch.Tensor] | None = None
 
     def reduce(self, obj: Any) -> Any:
-        # A parameter is asked for its data, which comes here, and stays a parameter.
+        # Torch reduces a parameter to its data, which comes here in turn.
         if not isinstance(obj, _Tensor) or type(obj) is _Parameter or obj.is_meta or type(obj) in class_reducers:
             return super().reduce(obj)
         if self.copies is None:
@@ -150,14 +133,14 @@ class _Placements(_Reductions):
             return super().reduce(obj)
         if obj.requires_grad and self.graph is not None:
             self.graph.append(obj)
-        # On the current stream of the tensor's device, and waits for it: what was computed there is in the copy.
+        # The copy runs on the current stream of the tensor's device and waits for it, so it sees all earlier kernels.
         copy = obj.detach().cpu()
         self.copies[id(copy)] = copy
         return placed, (copy, target, obj.requires_grad)
 
 
 class _Tabled(_Reductions):
-    """The same with a table of reducers, which has the last word on tensors."""
+    """The same with a table of reducers, which override the ones for tensors."""
 
     table: Mapping[Any, Callable[[Any], Any]]
 
@@ -183,8 +166,21 @@ class _TabledPickler(_Tabled, _Pickler):
 _writing = _Writing()
 
 
-def encode(obj: Any, graph: list[torch.Tensor] | None = None, place: Place | None = None) -> Encoded:
-    """Encode ``obj``. What its ``__reduce__`` and the like raise comes out as it is."""
+def encode(obj: Any, graph: list[torch.Tensor] | None = None, place: Place | None = None) -> Message:
+    """Encode an object.
+
+    Args:
+        obj: the object. Exceptions of its ``__reduce__`` and the like propagate unchanged.
+        graph: collects the tensors that require grad; None outside of an autograd context.
+        place: maps devices of this worker to devices of the receiver.
+
+    Returns:
+        A message with the payload, the buffers and the objects that travel out of band.
+
+    Raises:
+        TypeError: the object can't be pickled.
+        DeviceMapRequired: a tensor is not on the CPU, and there is no ``place``.
+    """
     try:
         return _encode(_FastPickler if place is None else _PlacingPickler, obj, graph, place)
     except (pickle.PicklingError, AttributeError):
@@ -196,7 +192,7 @@ def encode(obj: Any, graph: list[torch.Tensor] | None = None, place: Place | Non
 
 
 def encode_with(reducers: Mapping[Any, Callable[[Any], Any]], obj: Any, begin: Callable[[], None]) -> bytes:
-    """A pickle of ``obj`` alone, by a table of reducers. ``begin`` is called first, and again for a second try."""
+    """Pickle ``obj`` with a table of reducers. ``begin`` is called before each try: plain pickle's, cloudpickle's."""
     begin()
     try:
         return _dumped(_TabledPickler, reducers, obj)
@@ -214,95 +210,52 @@ def _dumped(pickler_type: Any, reducers: Mapping[Any, Callable[[Any], Any]], obj
     return file.getvalue()
 
 
-def travel_along(obj: Any) -> int | None:
-    """Inside a reducer of the program: have ``obj`` travel in front of the pickle. None where no call is encoded."""
-    return None if _writing.pickler is None else _writing.pickler.travel(obj)
-
-
-def encode_call(
-    function: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    graph: list[torch.Tensor] | None = None,
-    place: Place | None = None,
-) -> Encoded:
-    """Encode a call: ``(args, kwargs)``, or ``(function, args, kwargs)`` where the function has no name to go by."""
-    if function is not None:
-        return encode((function, args, kwargs), graph, place)
-    if not kwargs and place is None and len(args) <= _MAX_PLAIN and _Tensor not in class_reducers:
-        plain = encode_plain(args)
-        if plain is not None:
-            if graph is not None:
-                graph.extend([value for value in args if type(value) is _Tensor and value.requires_grad])
-            return Encoded(plain[0], plain[1], args, PLAIN)
-    return encode((args, kwargs), graph, place)
-
-
-def decode_call(
-    meta: bytes | bytearray | memoryview, buffers: Sequence[Any], flags: int
-) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The ``(args, kwargs)`` that ``encode_call`` took, of a function that goes by its name."""
-    if flags & PLAIN:
-        return decode_plain(meta, buffers), {}
-    return _loads(meta, buffers=buffers)  # type: ignore[no-any-return]
-
-
-def encode_value(value: Any, graph: list[torch.Tensor] | None = None, place: Place | None = None) -> Encoded:
-    """Encode what a function returned. Functions of farprop's own may return what they have encoded."""
-    if value is None:
-        return _NONE
-    if type(value) is Encoded:
-        return value
-    if type(value) in _SHORT and place is None and _Tensor not in class_reducers:
-        plain = encode_plain((value,))
-        if plain is not None:
-            if graph is not None and type(value) is _Tensor and value.requires_grad:
-                graph.append(value)
-            return Encoded(plain[0], plain[1], value, PLAIN)
-    return encode(value, graph, place)
-
-
-def decode_value(meta: bytes | bytearray | memoryview, buffers: Sequence[Any], flags: int) -> Any:
-    if flags & PLAIN:
-        return None if meta == _NONE.meta else decode_plain(meta, buffers)[0]
-    return _loads(meta, buffers=buffers)
+def send_along(obj: Any) -> int | None:
+    """Inside a reducer of the program, send ``obj`` out of band; returns its index, or None if no call is encoded."""
+    return None if _writing.pickler is None else _writing.pickler.send_out_of_band(obj)
 
 
 def decode(meta: bytes | bytearray | memoryview, buffers: Sequence[Any] = ()) -> Any:
-    """Rebuild what ``encode`` took. ``buffers`` are writable and belong to the result from now on."""
+    """Rebuild the object that ``encode`` took. ``buffers`` are writable, and the result takes them over."""
     return _loads(meta, buffers=buffers)
 
 
-class _Arriving(threading.local):
-    """What travelled in front of the pickle that this thread decodes."""
+class _Decoding(threading.local):
+    """The out-of-band objects of the message that this thread decodes."""
 
-    items: Sequence[Any] = ()
-
-
-_arriving = _Arriving()
+    out_of_band: Sequence[Any] = ()
 
 
-def arrival(place: int) -> Any:
-    """Called while a pickle is decoded: what travelled at this place in front of it."""
-    return _arriving.items[place]
+_decoding = _Decoding()
 
 
-def decode_with(items: Sequence[Any], decoder: Callable[..., Any], *args: Any) -> Any:
-    """Call one of the decoders for a pickle that these travelled in front of."""
-    outer, _arriving.items = _arriving.items, items
+def resolve_out_of_band(place: int) -> Any:
+    """Return the out-of-band object at an index. Called while a payload is decoded."""
+    return _decoding.out_of_band[place]
+
+
+def decode_with(
+    out_of_band: Sequence[Any], tensors: list[torch.Tensor] | None, decoder: Callable[..., _R], *args: Any
+) -> _R:
+    """Call a decoder with the out-of-band objects of its message.
+
+    Args:
+        out_of_band: the objects that travelled beside the payload.
+        tensors: collects the tensors that required grad at the sender, so that the caller can attach them to a graph.
+            With None they become leaves that require grad.
+        decoder: called with ``args``.
+        args: the decoder's arguments.
+
+    Returns:
+        The decoder's result.
+    """
+    outer, _decoding.out_of_band = _decoding.out_of_band, out_of_band
+    outer_tensors, collecting.tensors = collecting.tensors, tensors
     try:
         return decoder(*args)
     finally:
-        _arriving.items = outer
-
-
-def decode_collecting(decoder: Callable[..., _R], *args: Any) -> tuple[_R, list[torch.Tensor]]:
-    """Call one of the decoders; what it returns, and the tensors in it that required grad, which are no leaves yet."""
-    outer, collecting.tensors = collecting.tensors, []
-    try:
-        return decoder(*args), collecting.tensors
-    finally:
-        collecting.tensors = outer
+        _decoding.out_of_band = outer
+        collecting.tensors = outer_tensors
 
 
 def _encode(
@@ -311,7 +264,7 @@ def _encode(
     graph: list[torch.Tensor] | None,
     place: Place | None,
     whole: frozenset[int] | None = None,
-) -> Encoded:
+) -> Message:
     file = io.BytesIO()
     large: list[pickle.PickleBuffer] = []
 
@@ -326,7 +279,7 @@ def _encode(
     if whole is not None:
         pickler.whole = whole
     if graph is not None:
-        graph.clear()  # of a try that failed
+        graph.clear()  # an earlier try may have filled it
         pickler.graph = graph
     if place is not None:
         pickler.place = place
@@ -335,8 +288,8 @@ def _encode(
     except SpanTooShort as short:
         return _encode(pickler_type, obj, graph, place, (whole or frozenset()) | {short.storage})
     if not large:
-        return Encoded(file.getvalue(), [], None, 0, pickler.travellers)
-    return Encoded(file.getvalue(), [b.raw() for b in large], (pickler.sent, large), 0, pickler.travellers)
+        return Message(file.getvalue(), [], None, 0, pickler.out_of_band)
+    return Message(file.getvalue(), [b.raw() for b in large], (pickler.sent, large), 0, pickler.out_of_band)
 
 
 def _cloud_pickler(place: Place | None) -> Any:
@@ -348,7 +301,7 @@ def _cloud_pickler(place: Place | None) -> Any:
             def reducer_override(self, obj: Any) -> Any:
                 reduced = self.reduce(obj)
                 if reduced is NotImplemented and type(obj) is MethodType and isinstance(obj.__self__, type):
-                    # cloudpickle would send the code of a class method with all that it refers to.
+                    # cloudpickle would send the code of a class method with all of its globals.
                     return getattr, (obj.__self__, obj.__name__)
                 return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
@@ -361,7 +314,6 @@ def _cloud_pickler(place: Place | None) -> Any:
 _CloudPickler: Any = None
 _PlacingCloudPickler: Any = None
 _TabledCloudPickler: Any = None
-_NONE = Encoded(pickle.dumps((0, (None,)), 5), [], None, PLAIN)
 
 
 def _save_script_module(module: Any) -> bytes:

@@ -1,13 +1,13 @@
-"""Messages of a restricted job: data, and nothing that runs. MessagePack, read and written by msgspec.
+"""The codec of restricted jobs: MessagePack, written and read by msgspec. Messages hold data, never code.
 
-A value is a number, text, bytes, None, or an array whose first element says what it stands for. Rules that hold here:
+A value is a number, text, bytes, None, or an array whose first element is a tag for the type. Rules that hold here:
 
-- Whatever bytes come in, the outcome is a value or ``ProtocolError`` (``NotExposedError`` for a name that is not
-  exposed), within memory in proportion to the bytes.
-- Only functions, classes and dataclasses that this process has exposed are found, by their names.
-- A tensor's dtype and shape fit its bytes exactly; the indices of a sparse one are checked.
-- Large tensors are buffers beside the message, as in ``codec``, and tensors that require grad are noted in the same
-  order at both ends.
+- Any bytes decode to a value or raise ``ProtocolError`` (``NotExposedError`` for a name that is not exposed). The
+  memory used is proportional to the number of bytes.
+- A message can name only functions, classes and dataclasses that this process has exposed.
+- A tensor's dtype and shape fit its bytes exactly, and the indices of sparse tensors are checked.
+- Large tensors travel as buffers beside the message, as in ``codec``. Both ends collect the tensors that require grad
+  in the same order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import torch
 from farprop._torch import sparse_indices, sparse_values
 from farprop.errors import NotDataError, ProtocolError
 from farprop.wire import codec, exposed
-from farprop.wire.codec import Encoded
 from farprop.wire.data_reader import (
     AGAIN,
     ATOMS,
@@ -48,35 +47,35 @@ from farprop.wire.data_reader import (
     Reader,
 )
 from farprop.wire.data_tensors import WrittenTensors
-from farprop.wire.frames import PLAIN
+from farprop.wire.message import FAST, Message
 from farprop.wire.tensors import CODES
 
 MAX_META = 256 << 20
-_PICKLE = b"\x80"  # how a pickle begins, and no message of ours
+_PICKLE = b"\x80"  # the first byte of every pickle, and of no message of ours
 
 _CODE_KINDS = (type, FunctionType, BuiltinFunctionType, MethodType)
 _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
-_NO_ARGUMENTS = Encoded(_encode(()), [], (), PLAIN)
-_NONE = Encoded(_encode(None), [], None)
+_NO_ARGUMENTS = _encode(())
+_NONE = _encode(None)
 
 
 # Writing
 
 
 class _Writer:
-    """Values of one message to what MessagePack has."""
+    """Turns the values of one message into MessagePack's types."""
 
-    __slots__ = ("graph", "tensors", "travellers")
+    __slots__ = ("graph", "out_of_band", "tensors")
 
     def __init__(self, graph: list[torch.Tensor] | None) -> None:
         if graph is not None:
-            graph.clear()  # of a try that failed
+            graph.clear()  # an earlier try may have filled it
         self.graph = graph
         self.tensors = WrittenTensors()
-        self.travellers: list[Any] = []
+        self.out_of_band: list[Any] = []
 
     def write(self, value: Any, depth: int = 0) -> Any:
         kind = type(value)
@@ -86,7 +85,7 @@ class _Writer:
             return value if kind is not int or -(1 << 63) <= value < 1 << 64 else _write_int(value)
         if depth > MAX_DEPTH:
             raise NotDataError(
-                f"What is sent in a restricted job may be nested {MAX_DEPTH} deep, and not contain itself."
+                f"A value sent in a restricted job may be nested {MAX_DEPTH} deep, and must not contain itself."
             )
         tag = _SEQUENCES.get(kind)
         if tag is not None:
@@ -121,11 +120,11 @@ class _Writer:
         raise _not_data(value)
 
     def _travel(self, value: Any) -> int:
-        for place, traveller in enumerate(self.travellers):
-            if traveller is value:
+        for place, known in enumerate(self.out_of_band):
+            if known is value:
                 return place
-        self.travellers.append(value)
-        return len(self.travellers) - 1
+        self.out_of_band.append(value)
+        return len(self.out_of_band) - 1
 
     def _write_tensor(self, tensor: torch.Tensor) -> list[Any]:
         tensors = self.tensors
@@ -150,7 +149,7 @@ class _Writer:
             return [CSR, *[[*tensors.write(part), False] for part in found], list(tensor.shape), requires_grad]
         raise NotDataError(f"A restricted job sends dense, COO and CSR tensors, and this one is {layout}.")
 
-    def encoded(self, whole: Any, flags: int) -> Encoded:
+    def encoded(self, whole: Any, flags: int) -> Message:
         try:
             meta = _encode(whole)
         except UnicodeEncodeError as error:
@@ -160,7 +159,7 @@ class _Writer:
                 f"A message of {len(meta)} bytes besides its tensors can't be sent in a restricted job, whose limit is "
                 f"{MAX_META}. Send it in parts, or as tensors."
             )
-        return Encoded(meta, self.tensors.buffers, self.tensors.keep, flags, self.travellers)
+        return Message(meta, self.tensors.buffers, self.tensors.keep, flags, self.out_of_band)
 
 
 _SEQUENCES: dict[type, int] = {list: LIST, tuple: TUPLE, set: SET, frozenset: FROZENSET}
@@ -188,8 +187,8 @@ def encode_call(
     kwargs: dict[str, Any],
     graph: list[torch.Tensor] | None = None,
     place: object = None,
-) -> Encoded:
-    """Encode a call of a function that goes by its name."""
+) -> Message:
+    """Encode the arguments of a call. The function travels by its name."""
     if function is not None:
         raise NotDataError(
             f"{function!r} has no name that other workers could know it by, and a restricted job sends no code. Call a "
@@ -197,26 +196,26 @@ def encode_call(
         )
     if not kwargs:
         if not args:
-            return _NO_ARGUMENTS
+            return Message(_NO_ARGUMENTS, [], (), FAST)
         if ATOMS.issuperset(map(type, args)):
             try:
-                return Encoded(_encode(args), [], args, PLAIN)
+                return Message(_encode(args), [], args, FAST)
             except (OverflowError, UnicodeEncodeError):
                 pass
         writer = _Writer(graph)
         flat = [writer.write(value) for value in args]
-        return writer.encoded(flat, PLAIN)
+        return writer.encoded(flat, FAST)
     writer = _Writer(graph)
     flat = [writer.write(value) for value in args]
     named = [writer.write(item) for pair in kwargs.items() for item in pair]
     return writer.encoded([flat, named], 0)
 
 
-def encode_value(value: Any, graph: list[torch.Tensor] | None = None, place: object = None) -> Encoded:
-    """Encode what a function returned. Functions of farprop's own may return what they have encoded."""
+def encode_value(value: Any, graph: list[torch.Tensor] | None = None, place: object = None) -> Message:
+    """Encode a function's result. Farprop's own functions may return a message that is encoded already."""
     if value is None:
-        return _NONE
-    if type(value) is Encoded:
+        return Message(_NONE, [])
+    if type(value) is Message:
         return value
     writer = _Writer(graph)
     return writer.encoded(writer.write(value), 0)
@@ -230,24 +229,24 @@ def _unpack(meta: bytes | bytearray | memoryview) -> Any:
         raise ProtocolError(f"a message has {len(meta)} bytes besides its tensors, and the limit is {MAX_META}")
     try:
         return _decode(meta)
-    except Exception as error:  # whatever msgspec thinks of it
+    except Exception as error:  # msgspec raises several types
         if bytes(meta[:1]) == _PICKLE:
             raise ProtocolError(
-                "A pickle came to a worker of a restricted job, which reads data alone. Nothing of it was unpickled."
+                "A worker of a restricted job received a pickle. It reads data alone, and nothing was unpickled."
             ) from None
-        raise ProtocolError(f"a message is no MessagePack: {error}") from error
+        raise ProtocolError(f"a message is not valid MessagePack: {error}") from error
 
 
 def decode_call(
     meta: bytes | bytearray | memoryview, buffers: Sequence[Any], flags: int
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The ``(args, kwargs)`` that ``encode_call`` took."""
-    if flags & PLAIN and meta == _NO_ARGUMENTS.meta:
+    """Decode the ``(args, kwargs)`` that ``encode_call`` took."""
+    if flags & FAST and meta == _NO_ARGUMENTS:
         return (), {}
     whole = _unpack(meta)
     if type(whole) is not list:
         raise ProtocolError("a message has no arguments")
-    if flags & PLAIN:
+    if flags & FAST:
         if ATOMS.issuperset(map(type, whole)):
             return whole, {}
         read = Reader(buffers).read
@@ -263,11 +262,11 @@ def decode_call(
 
 
 def decode_value(meta: bytes | bytearray | memoryview, buffers: Sequence[Any], flags: int) -> Any:
-    """What ``encode_value`` took."""
+    """Decode the value that ``encode_value`` took."""
     whole = _unpack(meta)
     return whole if type(whole) in ATOMS else Reader(buffers).read(whole)
 
 
 def refuse(*_: Any) -> Any:
-    """In the place of what encodes and decodes anything at all: profiles, and functions without a name."""
-    raise ProtocolError("A restricted job sends no profiles, and no functions but by their names.")
+    """Stands in for the decoder of pickled functions, which restricted jobs refuse."""
+    raise ProtocolError("A restricted job sends functions by their names alone.")

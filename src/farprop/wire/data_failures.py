@@ -1,7 +1,7 @@
-"""A function's exception on its way to the caller, in a restricted job: its type's name and its text.
+"""Exceptions in the answers of restricted jobs: the type's name and the text.
 
-At the caller it is raised as its own type if that is one of Python's or of farprop's, which are found in a table. No
-traceback travels: it shows code and paths to a worker that may be somebody else's.
+The caller raises the exception as its own type if the type is built into Python or defined by farprop; a table holds
+these. Tracebacks don't travel, because they would show code and paths to a worker that may belong to somebody else.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import msgspec
 
 from farprop import errors
 from farprop.errors import ProtocolError, RemoteError
-from farprop.wire.codec import Encoded
+from farprop.wire.message import Message
 
 _MAX_TEXT = 64 * 1024
 _MAX_NOTES = 8
-# These mean something to whoever runs a generator.
+# Raised inside a generator, these would end it.
 _NOT_THESE = (StopIteration, StopAsyncIteration)
 _KINDS: dict[str, type[Exception]] = {
     f"{kind.__module__}.{kind.__qualname__}": kind
@@ -29,22 +29,22 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[str, str, list[str], str]).decode
 
 
-def encode_failure(error: BaseException, worker: str) -> Encoded:
+def encode_failure(error: BaseException, worker: str) -> Message:
     kind = type(error)
     notes = [_clean(str(note)) for note in getattr(error, "__notes__", ())][:_MAX_NOTES]
-    return Encoded(_encode((f"{kind.__module__}.{kind.__qualname__}", _text(error), notes, worker)), [], None)
+    return Message(_encode((f"{kind.__module__}.{kind.__qualname__}", _text(error), notes, worker)), [], None)
 
 
 def _text(error: BaseException) -> str:
     try:
         one = error.args[0] if len(error.args) == 1 else None
-        return _clean(one if isinstance(one, str) else str(error))  # the text of a KeyError is a repr
+        return _clean(one if isinstance(one, str) else str(error))  # ``str`` of a KeyError is a repr
     except Exception as failure:
         return f"<it can't be shown: {type(failure).__name__}>"
 
 
 def _clean(text: str) -> str:
-    """What MessagePack can take, and not too long."""
+    """Replace what MessagePack can't encode, and cut off long texts."""
     return text[:_MAX_TEXT].encode(errors="replace").decode()
 
 
@@ -52,8 +52,8 @@ def decode_failure(meta: Any) -> Exception:
     """The exception to raise at the caller."""
     try:
         type_name, text, notes, worker = _decode(meta)
-    except Exception as error:  # whatever msgspec thinks of it
-        return ProtocolError(f"a worker answered with a failure that makes no sense: {error}")
+    except Exception as error:  # msgspec raises several types
+        return ProtocolError(f"a worker answered with a malformed failure: {error}")
     worker = worker[:200]
     try:
         made = _KINDS[type_name](text)

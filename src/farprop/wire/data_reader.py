@@ -1,4 +1,4 @@
-"""Messages of a restricted job, read with suspicion: what MessagePack has to the values that it stands for."""
+"""The decoder of restricted jobs: turns MessagePack's types into values, and trusts nothing that it reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from farprop.wire.tensors import DTYPES
 MAX_DEPTH = 100
 MAX_INT_BYTES = 1 << 16
 
-# What an array stands for. Only ever append.
+# The tags of arrays. They are part of the wire format: only ever append.
 (
     LIST, TUPLE, DICT, SET, FROZENSET, INT, COMPLEX, BYTEARRAY, TENSOR, AGAIN, COO, CSR, SIZE, DTYPE,
     DEVICE, DATACLASS, REFERENCE, EXPOSED,
@@ -29,7 +29,7 @@ _FEW_KEYS, _MOST_ALIKE = 1000, 64
 
 
 class Reader:
-    """What MessagePack has to the values of one message."""
+    """Turns MessagePack's types into the values of one message."""
 
     __slots__ = ("buffers", "tensors")
 
@@ -159,7 +159,7 @@ _READERS: list[Callable[[Reader, list[Any], int], Any]] = [
 
 
 def _of_kinds(item: list[Any], *kinds: type) -> list[Any]:
-    """What follows the tag, if it is just of these types."""
+    """Return the elements after the tag; raises unless they have exactly these types."""
     rest = item[1:]
     if tuple(map(type, rest)) != kinds:
         raise ProtocolError(f"a message has something of kind {item[0]} that makes no sense")
@@ -168,7 +168,7 @@ def _of_kinds(item: list[Any], *kinds: type) -> list[Any]:
 
 def _hashed(make: Callable[[list[Any]], Any], keys: list[Any]) -> Any:
     try:
-        # Keys with the same hash make each other slow to find, and numbers with the same are easy to make.
+        # Keys with equal hashes make lookups quadratic, and integers with equal hashes are easy to find.
         if len(keys) > _FEW_KEYS and max(Counter(map(hash, keys)).values()) > _MOST_ALIKE:
             raise ProtocolError("a message has a set or dict whose keys were made to have the same hash")
         return make(keys)

@@ -1,4 +1,4 @@
-"""Tensors in the messages of restricted jobs: written as bytes, dtype and shape, and read with suspicion."""
+"""Tensors in the messages of restricted jobs: bytes, dtype and shape. The reader checks that they fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_DIMS = 64
 _MAX_ELEMENTS = 1 << 60
 _SIZES = [0 if dtype is None else dtype.itemsize for dtype in DTYPES]
 _BOOL = CODES[torch.bool]
-# From NumPy's array to a tensor of any shape is one short step. Not for bool, whose bytes are looked at first.
+# A tensor of any shape is made from NumPy's array in one short step. Bool is missing: its bytes are checked first.
 _NUMPY_DTYPES = [
     numpy.dtype(name) if dtype is not None and (name := str(dtype)[6:]) in numpy.sctypeDict and name != "bool" else None
     for dtype in DTYPES
@@ -40,16 +40,16 @@ class WrittenTensors:
         self._known: dict[int, int] = {}
 
     def known(self, tensor: torch.Tensor) -> int | None:
-        """The number of a tensor that the message has already; from now on it has this one."""
+        """The number of a tensor that the message has already, or None; from now on the message has it."""
         place = self._known.setdefault(id(tensor), len(self._known))
         if place < len(self._tensors):
             return place
-        self._tensors.append(tensor)  # so that nobody else gets its id
+        self._tensors.append(tensor)  # keeps its id from being reused
         return None
 
     @property
     def keep(self) -> Any:
-        """What the buffers' memory belongs to."""
+        """The objects that own the buffers' memory."""
         return self._memory or None
 
     def write(self, tensor: torch.Tensor) -> tuple[bytes | int, int, tuple[int, ...]]:
@@ -60,7 +60,7 @@ class WrittenTensors:
         shape = tuple(tensor.shape)
         if not size:
             return b"", code, shape
-        # Lazy bits are not in the memory.
+        # Torch keeps conjugation and negation as lazy bits, which are not in the memory.
         if tensor.is_neg() or (tensor.is_complex() and tensor.is_conj()):
             tensor = tensor.detach().resolve_conj().resolve_neg()
         if not tensor.is_contiguous():
@@ -73,7 +73,7 @@ class WrittenTensors:
 
 
 def _check_size(code: Any, shape: Any, data_bytes: int) -> None:
-    """Raises unless a tensor of this dtype and shape has just so many bytes."""
+    """Raises unless a tensor of this dtype and shape has exactly ``data_bytes`` bytes."""
     if type(code) is not int or not 0 <= code < len(_SIZES) or not _SIZES[code]:
         raise ProtocolError(f"a message has a tensor of dtype {code!r:.20}, which this worker's torch does not have")
     if not data_bytes or type(shape) is not list or len(shape) > _MAX_DIMS or not _INT.issuperset(map(type, shape)):
@@ -85,7 +85,7 @@ def _check_size(code: Any, shape: Any, data_bytes: int) -> None:
 
 
 def check_shape(shape: Any) -> None:
-    """Raises unless torch can have a tensor of this shape. It multiplies the sizes, also where there is no memory."""
+    """Raises unless torch can represent the shape. Torch multiplies the sizes even of tensors without memory."""
     if type(shape) is not list or len(shape) > _MAX_DIMS or not _INT.issuperset(map(type, shape)):
         raise ProtocolError("a message has a tensor whose shape makes no sense")
     if shape and (min(shape) < 0 or math.prod([size or 1 for size in shape]) > _MAX_ELEMENTS):
@@ -93,7 +93,7 @@ def check_shape(shape: Any) -> None:
 
 
 def read_dense(item: list[Any], at: int, buffers: Sequence[Any]) -> torch.Tensor:
-    """A dense tensor, which is at this place of the item, to its end."""
+    """Read a dense tensor from the elements of ``item`` from index ``at`` on."""
     if len(item) != at + 4 or type(item[at + 3]) is not bool:
         raise ProtocolError("a message has a tensor that makes no sense")
     data, code, shape, requires_grad = item[at:]
@@ -109,7 +109,7 @@ def read_dense(item: list[Any], at: int, buffers: Sequence[Any]) -> torch.Tensor
             raise ProtocolError("a message has a tensor without its bytes")
         memory = buffers[data]
         _check_size(code, shape, memoryview(memory).nbytes)
-    # Torch's own code counts on it, and would write where it must not.
+    # Torch's kernels rely on bools being 0 or 1, and write out of bounds otherwise.
     if code == _BOOL and memory and bool((torch.frombuffer(memory, dtype=torch.uint8) > 1).any()):
         raise ProtocolError("a message has a tensor of truth values that are neither true nor false")
     dtype = DTYPES[code]
@@ -143,7 +143,7 @@ def read_coo(item: list[Any], buffers: Sequence[Any]) -> torch.Tensor:
     try:
         tensor = torch.sparse_coo_tensor(indices, values, shape, check_invariants=True)
         if item[3]:
-            tensor = tensor.coalesce()  # the sender said that it is, and may be wrong
+            tensor = tensor.coalesce()  # the sender claims that it is coalesced, and may be wrong
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise _nonsense(error) from error
     return _requiring_grad(tensor) if item[4] else tensor

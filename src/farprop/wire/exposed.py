@@ -1,7 +1,7 @@
-"""What a restricted job's workers may call on this one, by name, and the dataclasses that their messages may have.
+"""The functions, classes and dataclasses that peers in a restricted job may name.
 
-Nothing is imported, and no attribute is looked up, because a peer named it: what is not in these tables does not exist
-for peers.
+A name from a peer never causes an import or an attribute lookup. Peers reach what stands in these tables, and nothing
+else.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import nn
 
 from farprop._torch import ScriptFunction
 from farprop.errors import UsageError
-from farprop.wire import functions
+from farprop.wire import function_names as functions
 
-# On a function: it is a method that may be called on values which peers refer to.
+# Set on a function: peers may call it as a method of values that their references refer to.
 _MARK = "_farprop_exposed"
 
 _by_name: dict[bytes, Any] = {}
 _names: dict[Any, bytes] = {}
-_methods: dict[type, frozenset[str]] = {}  # given with the class, for those that are not marked themselves
+_methods: dict[type, frozenset[str]] = {}  # from ``expose(methods=...)``, for methods without the mark
 _fields: dict[type, tuple[str, ...]] = {}
 
 
 class _ClassMethod:
-    """A class method that was exposed before its class was there."""
+    """A class method that was exposed inside the body of its class, before the class exists."""
 
     def __init__(self, module: str, path: str) -> None:
         self._module = module
@@ -40,7 +40,17 @@ class _ClassMethod:
 
 
 def add(target: Any, name: str | None = None, methods: tuple[str, ...] = ()) -> None:
-    """Let peers call a function or a class by its name, or a method on values that they refer to."""
+    """Expose a function, class or method to peers.
+
+    Args:
+        target: a function or class, which peers may call by its name, or a method, which they may call on values that
+            they hold references to.
+        name: the name for peers; by default ``module:qualname``.
+        methods: for a class, names of methods to expose that are not marked themselves.
+
+    Raises:
+        UsageError: ``target`` can't be exposed, has no name, or the name is taken.
+    """
     if isinstance(target, ScriptFunction) or isinstance(
         getattr(target, "_wrapped_async_rpc_function", None), ScriptFunction
     ):
@@ -83,7 +93,7 @@ def _own_name(target: Any) -> bytes | None:
 
 
 def _is_method(function: FunctionType) -> bool:
-    """Whether a function is defined in the body of a class, and is no static method there."""
+    """Whether a function is defined in the body of a class, and is not a static method."""
     path, _, name = function.__qualname__.rpartition(".")
     if not path or path.endswith("<locals>"):
         return False
@@ -91,18 +101,18 @@ def _is_method(function: FunctionType) -> bool:
         owner = operator.attrgetter(path)(sys.modules[function.__module__])
         return not isinstance(inspect.getattr_static(owner, name), staticmethod)
     except (AttributeError, KeyError):
-        return True  # its class is just being made
+        return True  # the body of its class is still running
 
 
 def _is_same(known: Any, new: Any) -> bool:
-    """Whether this is the same thing, or what a module that was loaded again has in its place."""
+    """Whether both are the same object, or ``new`` replaces ``known`` because its module was reloaded."""
     if isinstance(known, _ClassMethod) or known is new:
         return True
     return (known.__module__, known.__qualname__) == (new.__module__, new.__qualname__)
 
 
 def find(name: bytes) -> Any:
-    """What is exposed under this name, or None."""
+    """Return the object that is exposed under this name, or None."""
     found = _by_name.get(name)
     if type(found) is _ClassMethod:
         found = _by_name[name] = found.found()
@@ -110,7 +120,7 @@ def find(name: bytes) -> Any:
 
 
 def name_of(target: Any) -> bytes | None:
-    """The name by which peers may know a function or class, whether it is exposed here or not; None if it has none."""
+    """The name of a function or class for peers, whether it is exposed here or not; None if it has none."""
     try:
         return _names[target]
     except KeyError:
@@ -125,7 +135,7 @@ def name_of(target: Any) -> bytes | None:
 
 
 def is_method_exposed(value: Any, name: str) -> bool:
-    """Whether peers that refer to a value may call this method of it. A module is called by its ``forward``."""
+    """Whether peers with a reference to a value may call this method. ``forward`` also allows calls of a module."""
     if name == "__call__" and isinstance(value, nn.Module):
         name = "forward"
     for kind in type(value).__mro__:
@@ -135,7 +145,7 @@ def is_method_exposed(value: Any, name: str) -> bool:
 
 
 def fields_of(kind: type) -> tuple[str, ...] | None:
-    """The fields that an exposed dataclass is made of; None for anything else."""
+    """The names of the init fields of an exposed dataclass; None for anything else."""
     found = _fields.get(kind)
     if found is None and kind in _names and dataclasses.is_dataclass(kind):
         found = _fields[kind] = tuple(field.name for field in dataclasses.fields(kind) if field.init)

@@ -1,13 +1,13 @@
-"""A strided CPU tensor as bytes plus geometry, and back.
+"""Reduces strided CPU tensors to bytes, dtype, shape and strides, and rebuilds them.
 
 Rules that hold here:
 
-- What is sent of a storage is one range of bytes, sent once per message. The first tensor of a storage carries
-  the range; later ones are rebuilt as views of the first, so they share memory at the other end.
-- Bytes under ``INLINE_LIMIT`` travel in the pickle as a ``bytearray``; larger ones as out-of-band buffers.
-- A tensor that does not fit this (sparse, quantised, a subclass, ...) is left to torch's own reduction.
-- One that is not on the CPU raises ``NotPlaced``. Whoever knows a device map catches it, and encodes the message again
-  with a ``Place``; so messages of CPU tensors pay nothing for device maps.
+- A message holds one range of bytes per storage. The first tensor on a storage carries the range; later ones are
+  rebuilt as views of the first, so they share memory at the receiver.
+- Ranges shorter than ``INLINE_LIMIT`` travel in the pickle as a ``bytearray``, longer ones as out-of-band buffers.
+- Other tensors (sparse, quantised, a subclass, ...) are left to torch's own reduction.
+- A tensor that is not on the CPU raises ``DeviceMapRequired``. The runtime catches it, looks up the device map and
+  encodes the message again with a ``Place``. So messages of CPU tensors pay nothing for device maps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from farprop.errors import UsageError
 
 INLINE_LIMIT = 32 * 1024
-# A view that spans this much more than its elements is copied to a contiguous tensor before it is sent.
+# A view whose span exceeds its elements by this many bytes is copied to a contiguous tensor before it is sent.
 MAX_WASTE = 1 << 20
 
 # The position in this list is the dtype's code on the wire: only ever append.
@@ -79,7 +79,7 @@ _CPU_ONLY = (
     "TensorPipeRpcBackendOptions a device_map for the worker you call."
 )
 
-# Which device of the receiver takes what is on a device here; raises UsageError if none does.
+# Maps a device of this worker to one of the receiver; raises UsageError if no device map covers it.
 Place = Callable[[torch.device], str]
 
 _memoryview_from = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -90,7 +90,7 @@ _string_at = ctypes.string_at
 
 
 def view_memory(address: int, size: int) -> memoryview:
-    """A writable view of memory that somebody else keeps alive."""
+    """A writable view of memory. The caller keeps the memory alive."""
     return _memoryview_from(address, size, _PYBUF_WRITE)  # type: ignore[no-any-return]
 
 
@@ -102,11 +102,11 @@ class Sent(NamedTuple):
     end: int
 
 
-class NotPlaced(UsageError):
+class DeviceMapRequired(UsageError):
     """A tensor is not on the CPU, and the message is encoded without a ``Place``."""
 
     @classmethod
-    def on(cls, device: torch.device) -> NotPlaced:
+    def on(cls, device: torch.device) -> DeviceMapRequired:
         return cls(_CPU_ONLY.format(device=device))
 
 
@@ -118,18 +118,31 @@ class SpanTooShort(Exception):
 
 
 def reduce_tensor(tensor: torch.Tensor, sent: dict[int, Sent], whole: frozenset[int] | None) -> tuple[Any, ...] | None:
-    """How to pickle ``tensor``, or None to leave it to torch. ``whole`` names storages to send entirely."""
+    """Reduce a tensor for pickle.
+
+    Args:
+        tensor: a tensor of exactly torch's own class.
+        sent: by address, the storages that the message holds already; updated.
+        whole: addresses of storages to send entirely.
+
+    Returns:
+        The function that rebuilds the tensor and its arguments, or None to leave the tensor to torch.
+
+    Raises:
+        DeviceMapRequired: the tensor is not on the CPU.
+        SpanTooShort: the message already holds a range of the storage that does not cover the tensor.
+    """
     code = CODES.get(tensor.dtype)
     if code is None or tensor.layout is not _STRIDED:
         if not tensor.is_cpu and not tensor.is_meta:
-            raise NotPlaced.on(tensor.device)
+            raise DeviceMapRequired.on(tensor.device)
         return None
     if not tensor.is_cpu:
         if tensor.device.type == "meta":
             return None
-        raise NotPlaced.on(tensor.device)
+        raise DeviceMapRequired.on(tensor.device)
     if tensor.is_neg() or (tensor.is_complex() and tensor.is_conj()):
-        # Lazy bits are not in the memory; the reduced form of a clone without them is what we send.
+        # Torch keeps conjugation and negation as lazy bits, which are not in the memory; the clone has none.
         tensor = tensor.resolve_conj().resolve_neg()
     size = tuple(tensor.shape)
     count = tensor.numel()
@@ -152,7 +165,7 @@ def reduce_tensor(tensor: torch.Tensor, sent: dict[int, Sent], whole: frozenset[
     if earlier is not None:
         if start < earlier.start or end > earlier.end:
             raise SpanTooShort(base)
-        # In bytes: the carrier may have another dtype.
+        # The offset is in bytes, because the carrier may have another dtype.
         return _view, (
             earlier.carrier, code, size, tensor.stride(), start - earlier.start, tensor.requires_grad,
         )  # fmt: skip
@@ -171,7 +184,7 @@ def reduce_tensor(tensor: torch.Tensor, sent: dict[int, Sent], whole: frozenset[
 
 
 class _Collecting(threading.local):
-    """The tensors that require grad in the message that this thread decodes, if somebody wants to know."""
+    """Collects the tensors that require grad in the message that this thread decodes, if ``tensors`` is a list."""
 
     tensors: list[torch.Tensor] | None = None
 
@@ -180,7 +193,7 @@ collecting = _Collecting()
 
 
 def requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that required grad where it was sent: a leaf, unless whoever decodes gives it a place in a graph."""
+    """Collect a tensor that required grad at the sender or, without a collector, make it a leaf."""
     tensors = collecting.tensors
     if tensors is None:
         return tensor.requires_grad_()
@@ -188,7 +201,7 @@ def requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-# What follows runs at the other end, named in the pickle.
+# The functions below run at the receiver; pickles name them.
 
 
 def _dtype(code: int) -> torch.dtype:
@@ -199,7 +212,7 @@ def _dtype(code: int) -> torch.dtype:
 
 
 def dense(data: Any, code: int, size: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
-    """A tensor on ``data``, which it takes over."""
+    """A contiguous tensor on ``data``, which it takes over."""
     tensor = torch.frombuffer(data, dtype=DTYPES[code] or _dtype(code))
     if len(size) != 1:
         tensor.resize_(size)  # sets the shape without making a view: a view could not be detached in place
@@ -235,9 +248,9 @@ def _view(
 
 
 def placed(tensor: torch.Tensor, device: str, requires_grad: bool) -> torch.Tensor:
-    """A tensor that was on another device than the CPU, or is to be: on the device that it goes to.
+    """Move a tensor to the device that the sender's device map names.
 
-    The copy is done when this returns, whatever stream uses it: ``to`` waits for copies from memory that is not pinned.
+    The copy is done when this returns, on whatever stream it is used: ``to`` waits for copies from unpinned memory.
     """
     try:
         moved = tensor.to(device)

@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from tests.autograd.oracle.choices import EXACT, ROUNDED
-from tests.autograd.oracle.hooks import ON_LEAVES, ON_RECEIVED, ON_RESULTS
-from tests.autograd.oracle.local import LocalReference
-from tests.autograd.oracle.memory import entangled, is_dense, memory
+from tests.autograd.oracle.interpreter import ON_LEAVES, ON_RECEIVED, ON_RESULTS
+from tests.autograd.oracle.local import LocalInterpreter, LocalReference
 from tests.autograd.oracle.operators import IN_PLACE, compute
-from tests.autograd.oracle.plan import Plan
 from tests.autograd.oracle.program import Block, Leaf, Step
 
 Tensor = torch.Tensor
 _LARGEST = {True: 40.0, False: 10.0}  # by is_exact: numbers stay small, so that sums stay exact
 _WITH_NONE = ("silent", "picky")  # such programs can be compared less strictly
 _PACKINGS = ("plain", "plain", "plain", "list", "dict", "names", "closure")
+
+
+@dataclass
+class Plan:
+    """What all blocks of a program share while it is made."""
+
+    rng: random.Random
+    workers: int
+    is_exact: bool
+    is_tidy: bool  # everything is used, as FAST needs it
+    hook_rate: float
+    call_rate: float
+    budget: int
+    has_big: bool
+    has_none: bool
+    interpreters: list[LocalInterpreter] = field(default_factory=list)
+    leaves: list[Leaf] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    hooks: int = 0
+
+    def hook(self, kinds: tuple[str, ...]) -> tuple[int, str, int]:
+        self.hooks += 1
+        return self.hooks, self.rng.choice(kinds), self.rng.choice((0, 0, 2, -1))
 
 
 class BlockMaker:
@@ -85,7 +108,7 @@ class BlockMaker:
 
     def _step(self, kind: str, reads: tuple[int, ...], more: Any) -> list[int]:
         """Take a step, here and in the program."""
-        values = self.plan.places[self.worker].step(kind, [self.registers[r] for r in reads], more)
+        values = self.plan.interpreters[self.worker].step(kind, [self.registers[r] for r in reads], more)
         return self._record(kind, reads, more, values)
 
     def _record(self, kind: str, reads: tuple[int, ...], more: Any, values: Any) -> list[int]:
@@ -107,8 +130,8 @@ class BlockMaker:
             hooks = tuple(plan.hook(ON_LEAVES) for _ in range(count))
             mine = [len(plan.leaves)]
             plan.leaves.append(Leaf(self.worker, shape, kind, rng.random() < 0.3, hooks))
-            for place in plan.places:
-                place.program = place.program._replace(leaves=tuple(plan.leaves))
+            for interpreter in plan.interpreters:
+                interpreter.program = interpreter.program._replace(leaves=tuple(plan.leaves))
         (register,) = self._step("leaf", (), rng.choice(mine))
         self._frozen.add(register)
 
@@ -141,10 +164,10 @@ class BlockMaker:
         return all(r.numel() < 10_000 and (not r.numel() or float(r.abs().max()) <= limit) for r in results)
 
     def _freeze_aliases(self, results: list[int]) -> None:
-        kept = {memory(self.registers[r]) for r in self._frozen if isinstance(self.registers[r], Tensor)}
-        self._frozen.update(r for r in results if memory(self.registers[r]) in kept)
-        shared = {memory(self.registers[r]) for r in self._shared if isinstance(self.registers[r], Tensor)}
-        self._shared.update(r for r in results if memory(self.registers[r]) in shared)
+        kept = {storage_ptr(self.registers[r]) for r in self._frozen if isinstance(self.registers[r], Tensor)}
+        self._frozen.update(r for r in results if storage_ptr(self.registers[r]) in kept)
+        shared = {storage_ptr(self.registers[r]) for r in self._shared if isinstance(self.registers[r], Tensor)}
+        self._shared.update(r for r in results if storage_ptr(self.registers[r]) in shared)
 
     def _freeze(self, registers: Iterable[int]) -> None:
         """Nothing that shares memory with these may be changed in place from now on."""
@@ -177,7 +200,11 @@ class BlockMaker:
         reads = self._some(rng.randint(0, 5))
         values = [self.registers[r] for r in reads]
         inner = BlockMaker(
-            plan, worker, plan.places[self.worker].copied(values, as_sent=True), self._depth + 1, self.entangled(reads)
+            plan,
+            worker,
+            plan.interpreters[self.worker].copied(values, as_sent=True),
+            self._depth + 1,
+            self.entangled(reads),
         )
         number = len(plan.blocks)
         plan.blocks.append(Block(0, (), ()))
@@ -193,7 +220,7 @@ class BlockMaker:
             self._freeze(reads)  # it may run while we go on
             (reference,) = self._record(kind, reads, more, [LocalReference(worker, results)])
             return reference
-        copies = plan.places[self.worker].copied(results)
+        copies = plan.interpreters[self.worker].copied(results)
         if kind == "start":
             self._freeze(reads)
             (handle,) = self._record(kind, reads, more, [copies])
@@ -203,9 +230,9 @@ class BlockMaker:
         return None
 
     def entangled(self, registers: Sequence[int]) -> set[int]:
-        """The places in a message of these registers of what can't be changed alone at its other end."""
+        """Indices of these registers whose values can't be changed alone at the other end of a message."""
         found = entangled([self.registers[r] for r in registers])
-        return found | {place for place, r in enumerate(registers) if r in self._shared}
+        return found | {index for index, r in enumerate(registers) if r in self._shared}
 
     def _some(self, count: int) -> tuple[int, ...]:
         rng = self.plan.rng
@@ -216,8 +243,8 @@ class BlockMaker:
 
     def _arrived(self, sets: list[int], frozen: set[int]) -> None:
         self._received.update(sets)
-        self._frozen.update(sets[place] for place in frozen)
-        self._shared.update(sets[place] for place in frozen)
+        self._frozen.update(sets[index] for index in frozen)
+        self._shared.update(sets[index] for index in frozen)
 
     def _wait(self, handle: int) -> None:
         self._arrived(self._record("wait", (handle,), None, self.registers[handle]), self._handles.pop(handle))
@@ -295,3 +322,22 @@ class BlockMaker:
             (scalar,) = self._step("op", (register,), ("total", ()))
             total = scalar if total is None else self._step("op", (total, scalar), ("add", ()))[0]
         return total
+
+
+def storage_ptr(tensor: Any) -> int:
+    return tensor.untyped_storage().data_ptr() if isinstance(tensor, Tensor) else 0
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether each element has memory of its own."""
+    return tensor.numel() > 0 and not any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def entangled(values: list[Any]) -> set[int]:
+    """Indices of the values that can't be changed alone at the other end of a message, as they share memory."""
+    storages = [storage_ptr(value) for value in values]
+    return {
+        i
+        for i, v in enumerate(values)
+        if isinstance(v, Tensor) and (storages.count(storages[i]) > 1 or not is_dense(v))
+    }

@@ -12,15 +12,15 @@ import torch
 import farprop.autograd as dist_autograd
 import farprop.rpc as rpc
 from farprop.errors import UsageError
-from tests.autograd.oracle.interpreter import Place, bare, unbare
+from tests.autograd.oracle.interpreter import Interpreter, bare, unbare
 from tests.autograd.oracle.outcome import Outcome
 from tests.autograd.oracle.program import Program
 
 _numbers = itertools.count()
-_places: dict[str, WorkerPlace] = {}
+_interpreters: dict[str, WorkerInterpreter] = {}
 
 
-class WorkerPlace(Place):
+class WorkerInterpreter(Interpreter):
     """This worker. Rank 0 of a program is the worker that runs it, and the others follow."""
 
     def __init__(self, program: Program, rank: int, key: str, names: tuple[str, ...]) -> None:
@@ -112,22 +112,22 @@ class WorkerPlace(Place):
 def _run(key: str, block: int, *values: Any, **named: Any) -> Any:
     if named or (len(values) == 1 and isinstance(values[0], list | dict)):
         values = tuple(unbare(named or values[0]))
-    results = _places[key].run(block, values)
+    results = _interpreters[key].run(block, values)
     if len(results) > 1 and block % 3 == 0:
         return {f"v{i:02}": result for i, result in enumerate(results)}
     return bare(results) if block % 3 == 1 or len(results) == 1 else tuple(results)
 
 
 def _begin(key: str, data: bytes, rank: int, names: tuple[str, ...]) -> None:
-    _places[key] = WorkerPlace(pickle.loads(data), rank, key, names)
+    _interpreters[key] = WorkerInterpreter(pickle.loads(data), rank, key, names)
 
 
 def _settle(key: str) -> int:
-    return _places[key].settle()
+    return _interpreters[key].settle()
 
 
 def _end(key: str, context_id: int) -> Outcome:
-    return _places.pop(key).outcome(context_id)
+    return _interpreters.pop(key).outcome(context_id)
 
 
 def run_distributed(program: Program, world: int) -> Outcome:
@@ -141,7 +141,7 @@ def run_distributed(program: Program, world: int) -> Outcome:
     total = Outcome()
     with dist_autograd.context() as context_id:
         try:
-            roots = _places[key].run(0, [])
+            roots = _interpreters[key].run(0, [])
             # Without hooks, calls that nobody waits for may run at the same time as the passes.
             if program.seed % 2 or any(step[0] == "hook" for block in program.blocks for step in block.steps):
                 _settle_all(key, names)

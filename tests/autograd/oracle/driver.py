@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from farprop.errors import FarpropError
-from tests.autograd.oracle.compare import differences
 from tests.autograd.oracle.distributed import run_distributed
 from tests.autograd.oracle.generator import generate
 from tests.autograd.oracle.local import run_locally
+from tests.autograd.oracle.outcome import differences
 from tests.autograd.oracle.program import Program, reachable, size
 from tests.references.looking import become_empty, wait_until
 from tests.support.workers import Cluster
@@ -89,7 +89,7 @@ def kinds_in(program: Program) -> Counter[str]:
 
 def nothing_left() -> None:
     """Wait until this worker has neither contexts nor references."""
-    from farprop.runtime.current import current_agent
+    from farprop.runtime.agent_registry import current_agent
 
     wait_until(lambda: not len(current_agent().gradients.contexts), "all contexts have ended")
     become_empty()

@@ -6,10 +6,9 @@ import random
 
 import torch
 
-from tests.autograd.oracle.blocks import BlockMaker
-from tests.autograd.oracle.local import LocalReference, make_places, run_locally
+from tests.autograd.oracle.blocks import BlockMaker, Plan
+from tests.autograd.oracle.local import LocalReference, make_interpreters, run_locally
 from tests.autograd.oracle.outcome import Outcome
-from tests.autograd.oracle.plan import Plan
 from tests.autograd.oracle.program import Block, Pass, Program
 
 
@@ -43,9 +42,9 @@ def _try(seed: int, rng: random.Random) -> Program:
         has_big=rng.random() < 0.1,
         has_none=rng.random() < 0.2,
     )
-    plan.blocks.append(Block(0, (), ()))  # its place
+    plan.blocks.append(Block(0, (), ()))  # replaced below
     empty = Program(seed, plan.workers, is_exact, "smart", (), (), ())
-    plan.places = make_places(empty, hooked=False)
+    plan.interpreters = make_interpreters(empty, hooked=False)
     main = BlockMaker(plan, 0, [], depth=0)
     main.fill()
     outputs = main.roots()

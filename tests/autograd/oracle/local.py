@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.autograd.oracle.interpreter import Place
+from tests.autograd.oracle.interpreter import Interpreter
 from tests.autograd.oracle.outcome import Outcome
 from tests.autograd.oracle.program import Program
 
@@ -19,10 +19,10 @@ class LocalReference:
         self.values = values
 
 
-class LocalPlace(Place):
+class LocalInterpreter(Interpreter):
     """Stands for a worker. A message is a copy of each of its values, and callees don't see their callers' modes."""
 
-    places: list[LocalPlace]
+    interpreters: list[LocalInterpreter]
 
     def call(self, worker: int, block: int, packing: str, values: list[Any]) -> list[Any]:
         return self.copied(self._run(worker, block, values))
@@ -49,7 +49,7 @@ class LocalPlace(Place):
     def _run(self, worker: int, block: int, values: list[Any]) -> list[Any]:
         copies = self.copied(values, as_sent=True)
         with torch.enable_grad():
-            return self.places[worker].run(block, copies)
+            return self.interpreters[worker].run(block, copies)
 
     def copied(self, values: list[Any], as_sent: bool = False) -> list[Any]:
         """As the other end gets them. Where grad is off, what is sent may still be a leaf there."""
@@ -64,29 +64,31 @@ class LocalPlace(Place):
         return [copies[id(value)] for value in values]
 
 
-def make_places(program: Program, hooked: bool = True, kind: type[LocalPlace] = LocalPlace) -> list[LocalPlace]:
-    places = [kind(program, rank, hooked) for rank in range(program.workers)]
-    for place in places:
-        place.places = places
-    return places
+def make_interpreters(
+    program: Program, hooked: bool = True, kind: type[LocalInterpreter] = LocalInterpreter
+) -> list[LocalInterpreter]:
+    interpreters = [kind(program, rank, hooked) for rank in range(program.workers)]
+    for interpreter in interpreters:
+        interpreter.interpreters = interpreters
+    return interpreters
 
 
 def run_locally(program: Program) -> Outcome:
-    places = make_places(program)
-    results = places[0].run(0, [])
+    interpreters = make_interpreters(program)
+    results = interpreters[0].run(0, [])
     roots = [result.values[0] if isinstance(result, LocalReference) else result for result in results]
     for one in program.passes:
         torch.autograd.backward([roots[r] for r in one.roots], retain_graph=one.keep)
         # Torch lets .grad of two leaves share memory, and the next pass would then add to both of them twice.
-        for leaf in (leaf for place in places for leaf in place.leaves.values()):
+        for leaf in (leaf for interpreter in interpreters for leaf in interpreter.leaves.values()):
             leaf.grad = None if leaf.grad is None else leaf.grad.clone()
     outcome = Outcome()
-    for place in places:
+    for interpreter in interpreters:
         outcome.add(
             Outcome(
-                {number: leaf.grad for number, leaf in place.leaves.items() if leaf.grad is not None},
-                {number: tensor.grad for number, tensor in place.kept if number >= 0},
-                place.log,
+                {number: leaf.grad for number, leaf in interpreter.leaves.items() if leaf.grad is not None},
+                {number: tensor.grad for number, tensor in interpreter.kept if number >= 0},
+                interpreter.log,
             )
         )
     return outcome

@@ -37,7 +37,7 @@ class Block(NamedTuple):
 
 
 class Pass(NamedTuple):
-    roots: tuple[int, ...]  # places among the outputs of the main block
+    roots: tuple[int, ...]  # indices of the outputs of the main block
     keep: bool
     where: str  # "here", or "owner": RRef.backward of the one root
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tests.autograd.oracle.local import LocalPlace, make_places
+from tests.autograd.oracle.local import LocalInterpreter, make_interpreters
 from tests.autograd.oracle.program import Block, Program, Step, leaf_used, reachable
 
 Fails = Callable[[Program], bool]
@@ -43,13 +43,13 @@ def _smaller(program: Program) -> Iterator[Program]:
     shapes = _shapes(program)
     for number in sorted(reachable(program)):
         block = program.blocks[number]
-        for place, step in enumerate(block.steps):
-            without = block.steps[:place] + block.steps[place + 1 :]
+        for index, step in enumerate(block.steps):
+            without = block.steps[:index] + block.steps[index + 1 :]
             if not set(step[1]) & _read(block):
                 yield _with(program, number, block._replace(steps=without))
             elif step[0] != "const" and all(shapes.get((number, r)) is not None for r in step[1]):
                 constant: Step = ("const", step[1], (), tuple(shapes[number, r] for r in step[1]))
-                steps = (*block.steps[:place], constant, *block.steps[place + 1 :])
+                steps = (*block.steps[:index], constant, *block.steps[index + 1 :])
                 yield _with(program, number, block._replace(steps=steps))
 
 
@@ -61,7 +61,7 @@ def _read(block: Block) -> set[int]:
     return {r for _, _, reads, _ in block.steps for r in reads} | set(block.outputs)
 
 
-class _Noting(LocalPlace):
+class _Noting(LocalInterpreter):
     """Notes the shape of every tensor of every block."""
 
     shapes: dict[tuple[int, int], torch.Size | None]
@@ -77,9 +77,9 @@ class _Noting(LocalPlace):
 
 
 def _shapes(program: Program) -> dict[tuple[int, int], torch.Size | None]:
-    places = make_places(program, hooked=False, kind=_Noting)
+    interpreters = make_interpreters(program, hooked=False, kind=_Noting)
     shapes: dict[tuple[int, int], torch.Size | None] = {}
-    for place in places:
-        place.shapes = shapes  # type: ignore[attr-defined]
-    places[0].run(0, [])
+    for interpreter in interpreters:
+        interpreter.shapes = shapes  # type: ignore[attr-defined]
+    interpreters[0].run(0, [])
     return shapes

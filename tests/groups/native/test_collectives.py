@@ -6,27 +6,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farprop.distributed.native.commons import SLOT_BYTES
+from farprop.distributed.native.shm_arena import SLOT_BYTES
 from tests.groups import test_collectives as every_group
 from tests.groups import test_torch_on_groups as torch_on_groups
 from tests.groups.kinds import default_group
-from tests.groups.native.places import environment
+from tests.groups.native.layouts import environment
 from tests.support.workers import run_workers
 
 JOBS = [("one", 1), ("one", 2), ("one", 3), ("one", 4), ("tcp", 2), ("tcp", 3), ("tcp", 4), ("two", 3), ("two", 4)]
-JOB = pytest.mark.parametrize(("place", "size"), JOBS)
-SOME = pytest.mark.parametrize(("place", "size"), [("one", 3), ("tcp", 3), ("two", 4)])
+JOB = pytest.mark.parametrize(("layout", "size"), JOBS)
+SOME = pytest.mark.parametrize(("layout", "size"), [("one", 3), ("tcp", 3), ("two", 4)])
 
 
 @JOB
-def test_collectives(place, size):
-    run_workers(every_group.collectives, size, (size, "farprop"), environment(place, size))
+def test_collectives(layout, size):
+    run_workers(every_group.collectives, size, (size, "farprop"), environment(layout, size))
 
 
 @SOME
-def test_operations(place, size):
+def test_operations(layout, size):
     (right, *_), (ours, *others) = (
-        run_workers(every_group.operations, size, (size, kind), environment(place, size))
+        run_workers(every_group.operations, size, (size, kind), environment(layout, size))
         for kind in ("gloo", "farprop")
     )
     for results in (ours, *others):
@@ -35,23 +35,23 @@ def test_operations(place, size):
 
 
 @SOME
-def test_sparse(place, size):
-    run_workers(every_group.sparse, size, (size, "farprop"), environment(place, size))
+def test_sparse(layout, size):
+    run_workers(every_group.sparse, size, (size, "farprop"), environment(layout, size))
 
 
 @SOME
-def test_coalesced(place, size):
-    run_workers(every_group.coalesced, size, (size, "farprop"), environment(place, size))
+def test_coalesced(layout, size):
+    run_workers(every_group.coalesced, size, (size, "farprop"), environment(layout, size))
 
 
 @SOME
-def test_torch_ddp(place, size):
-    run_workers(torch_on_groups.torch_ddp, size, (size, "farprop"), environment(place, size))
+def test_torch_ddp(layout, size):
+    run_workers(torch_on_groups.torch_ddp, size, (size, "farprop"), environment(layout, size))
 
 
 @SOME
-def test_functional_collectives(place, size):
-    run_workers(torch_on_groups.functional_collectives, size, (size, "farprop"), environment(place, size))
+def test_functional_collectives(layout, size):
+    run_workers(torch_on_groups.functional_collectives, size, (size, "farprop"), environment(layout, size))
 
 
 def test_dtensor():
@@ -75,8 +75,8 @@ def premultiplied(rank: int, size: int) -> None:
 
 
 @SOME
-def test_premultiplied(place, size):
-    run_workers(premultiplied, size, (size,), environment(place, size))
+def test_premultiplied(layout, size):
+    run_workers(premultiplied, size, (size,), environment(layout, size))
 
 
 # More than fits into a slot, and not a round number. Values are small whole numbers, so sums are exact.
@@ -123,9 +123,9 @@ def large(rank: int, size: int) -> None:
         assert all(output.equal(source + rank) for output, source in zip(outputs, everybody, strict=True))
 
 
-@pytest.mark.parametrize(("place", "size"), [("one", 2), ("one", 3), ("two", 3)])
-def test_large(place, size):
-    run_workers(large, size, (size,), environment(place, size))
+@pytest.mark.parametrize(("layout", "size"), [("one", 2), ("one", 3), ("two", 3)])
+def test_large(layout, size):
+    run_workers(large, size, (size,), environment(layout, size))
 
 
 def uneven(rank: int, size: int) -> None:
@@ -144,8 +144,8 @@ def uneven(rank: int, size: int) -> None:
 
 
 @SOME
-def test_uneven(place, size):
-    run_workers(uneven, size, (size,), environment(place, size))
+def test_uneven(layout, size):
+    run_workers(uneven, size, (size,), environment(layout, size))
 
 
 DTYPES = (
@@ -175,8 +175,8 @@ def dtypes(rank: int, size: int) -> None:
 
 
 @SOME
-def test_dtypes(place, size):
-    run_workers(dtypes, size, (size,), environment(place, size))
+def test_dtypes(layout, size):
+    run_workers(dtypes, size, (size,), environment(layout, size))
 
 
 def bits(rank: int, size: int) -> list[torch.Tensor]:
@@ -189,9 +189,9 @@ def bits(rank: int, size: int) -> list[torch.Tensor]:
         return results
 
 
-@pytest.mark.parametrize("place", ["one", "tcp", "two"])
-def test_all_ranks_and_all_runs_have_the_same_bits(place):
-    first, second = (run_workers(bits, 4, (4,), environment(place, 4)) for _ in range(2))
+@pytest.mark.parametrize("layout", ["one", "tcp", "two"])
+def test_all_ranks_and_all_runs_have_the_same_bits(layout):
+    first, second = (run_workers(bits, 4, (4,), environment(layout, 4)) for _ in range(2))
     for results in (*first, *second):
         assert all(a.equal(b) for a, b in zip(results, first[0], strict=True))
 
@@ -232,8 +232,8 @@ def asynchronous(rank: int, size: int) -> None:
 
 
 @SOME
-def test_asynchronous(place, size):
-    run_workers(asynchronous, size, (size,), environment(place, size))
+def test_asynchronous(layout, size):
+    run_workers(asynchronous, size, (size,), environment(layout, size))
 
 
 def subgroups(rank: int, size: int) -> None:
@@ -250,9 +250,9 @@ def subgroups(rank: int, size: int) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("place", ["one", "two"])
-def test_subgroups(place):
-    run_workers(subgroups, 4, (4,), environment(place, 4))
+@pytest.mark.parametrize("layout", ["one", "two"])
+def test_subgroups(layout):
+    run_workers(subgroups, 4, (4,), environment(layout, 4))
 
 
 def groups_of_halves(rank: int, size: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from farprop.errors import CollectiveTimeoutError, RankLostError
 from tests.groups.native import endless
-from tests.groups.native.places import environment
+from tests.groups.native.layouts import environment
 from tests.support.workers import Cluster, processes
 
 SIZE = 4
@@ -29,10 +29,10 @@ def check_lost(ending: endless.Ending, ranks: set[int]) -> None:
     assert int(named[1]) in ranks, ending.error
 
 
-def kill_in_the_middle(place: str, kinds: list[str], seed: int) -> None:
+def kill_in_the_middle(layout: str, kinds: list[str], seed: int) -> None:
     dice = random.Random(seed)
     victim = dice.randrange(SIZE)
-    with processes(SIZE, environment(place, SIZE)) as job:
+    with processes(SIZE, environment(layout, SIZE)) as job:
         join_all(job)
         runs = [job.start(rank, endless.run, kinds, seed) for rank in range(SIZE)]
         job.run(victim, endless.await_collectives, dice.randrange(1, 40))
@@ -48,21 +48,21 @@ def kill_in_the_middle(place: str, kinds: list[str], seed: int) -> None:
             end.result()
 
 
-@pytest.mark.parametrize("place", ["one", "two"])
+@pytest.mark.parametrize("layout", ["one", "two"])
 @pytest.mark.parametrize("kind", endless.KINDS)
-def test_killed_in_the_middle(kind, place):
-    kill_in_the_middle(place, [kind], seed=len(kind))
+def test_killed_in_the_middle(kind, layout):
+    kill_in_the_middle(layout, [kind], seed=len(kind))
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("place", ["one", "two", "tcp"])
-def test_killed_in_the_middle_of_anything(place, seed):
-    kill_in_the_middle(place, list(endless.KINDS), seed)
+@pytest.mark.parametrize("layout", ["one", "two", "tcp"])
+def test_killed_in_the_middle_of_anything(layout, seed):
+    kill_in_the_middle(layout, list(endless.KINDS), seed)
 
 
-@pytest.mark.parametrize("place", ["one", "two", "tcp"])
-def test_killed_while_nobody_waits_for_it(place):
-    with processes(SIZE, environment(place, SIZE)) as job:
+@pytest.mark.parametrize("layout", ["one", "two", "tcp"])
+def test_killed_while_nobody_waits_for_it(layout):
+    with processes(SIZE, environment(layout, SIZE)) as job:
         join_all(job)
         # Rank 0 waits for a message of rank 1, which lives and does not send.
         waiting = job.start(0, endless.receive, 1)
@@ -75,9 +75,9 @@ def test_killed_while_nobody_waits_for_it(place):
             end.result()
 
 
-@pytest.mark.parametrize("place", ["one", "two", "tcp"])
-def test_groups_without_the_dead_go_on(place):
-    with processes(SIZE, environment(place, SIZE)) as job:
+@pytest.mark.parametrize("layout", ["one", "two", "tcp"])
+def test_groups_without_the_dead_go_on(layout):
+    with processes(SIZE, environment(layout, SIZE)) as job:
         join_all(job)
         for made in [job.start(rank, endless.make_groups, [[0, 2], [1, 2, 3]]) for rank in range(SIZE)]:
             made.result()

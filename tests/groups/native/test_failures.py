@@ -22,11 +22,11 @@ from farprop.errors import (
     UsageError,
 )
 from tests.groups.kinds import default_group
-from tests.groups.native.places import environment
+from tests.groups.native.layouts import environment
 from tests.groups.store_group import job_store
 from tests.support.workers import run_workers
 
-PLACE = pytest.mark.parametrize("place", ["one", "tcp", "two"])
+LAYOUT = pytest.mark.parametrize("layout", ["one", "tcp", "two"])
 
 
 def error_of(call, *args, **kwargs) -> Exception:
@@ -66,10 +66,10 @@ SAYINGS = {
 
 
 @pytest.mark.parametrize(
-    ("place", "what"), [*(("one", what) for what in SAYINGS), ("tcp", "shape"), ("tcp", "order"), ("two", "root")]
+    ("layout", "what"), [*(("one", what) for what in SAYINGS), ("tcp", "shape"), ("tcp", "order"), ("two", "root")]
 )
-def test_mismatches_are_named(place, what):
-    for text in run_workers(mismatch, 3, (3, what), environment(place, 3)):
+def test_mismatches_are_named(layout, what):
+    for text in run_workers(mismatch, 3, (3, what), environment(layout, 3)):
         first, second = SAYINGS[what]
         assert f"called {first}" in text
         assert f"rank 2 called {second}" in text or f"Rank 2 called {second}" in text
@@ -102,11 +102,11 @@ def survive(rank: int, size: int, way: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("place", "way"), [("one", "sync"), ("one", "async"), ("one", "message"), ("tcp", "sync"), ("two", "sync")]
+    ("layout", "way"), [("one", "sync"), ("one", "async"), ("one", "message"), ("tcp", "sync"), ("two", "sync")]
 )
-def test_a_killed_rank_is_named_everywhere(place, way):
+def test_a_killed_rank_is_named_everywhere(layout, way):
     with pytest.raises(AssertionError) as caught:
-        run_workers(survive, 3, (3, way), environment(place, 3), check=False)
+        run_workers(survive, 3, (3, way), environment(layout, 3), check=False)
     # That one was killed is the only problem.
     assert re.fullmatch(r"worker1 \(pid \d+\) was ended by SIGKILL before it answered", str(caught.value))
 
@@ -127,9 +127,9 @@ def late(rank: int, size: int) -> str | None:
     return f"{type(error).__name__}: {error}"
 
 
-@PLACE
-def test_who_did_not_come_is_named(place):
-    first, second, third = run_workers(late, 3, (3,), environment(place, 3))
+@LAYOUT
+def test_who_did_not_come_is_named(layout):
+    first, second, third = run_workers(late, 3, (3,), environment(layout, 3))
     # Whoever is first to give up names it, and tells the others.
     assert any(text.startswith("CollectiveTimeoutError") for text in (first, third))
     for text in (first, third):
@@ -159,9 +159,9 @@ def left(rank: int, size: int) -> None:
     store.set("done", "")
 
 
-@pytest.mark.parametrize("place", ["one", "tcp"])
-def test_a_rank_that_left(place):
-    run_workers(left, 2, (2,), environment(place, 2))
+@pytest.mark.parametrize("layout", ["one", "tcp"])
+def test_a_rank_that_left(layout):
+    run_workers(left, 2, (2,), environment(layout, 2))
 
 
 def bad_arguments(rank: int, size: int) -> None:
@@ -243,9 +243,9 @@ def destroyed_early(rank: int, size: int) -> None:
         dist.destroy_process_group()
 
 
-@PLACE
-def test_a_group_that_is_destroyed_too_early(place):
-    run_workers(destroyed_early, 2, (2,), environment(place, 2))
+@LAYOUT
+def test_a_group_that_is_destroyed_too_early(layout):
+    run_workers(destroyed_early, 2, (2,), environment(layout, 2))
 
 
 def ends_without_a_word(rank: int, size: int) -> None:
@@ -255,9 +255,9 @@ def ends_without_a_word(rank: int, size: int) -> None:
     dist.all_reduce(torch.ones(3))
 
 
-@pytest.mark.parametrize("place", ["one", "tcp"])
-def test_programs_that_just_end(place):
-    run_workers(ends_without_a_word, 3, (3,), environment(place, 3), check=False, full_exit=True)
+@pytest.mark.parametrize("layout", ["one", "tcp"])
+def test_programs_that_just_end(layout):
+    run_workers(ends_without_a_word, 3, (3,), environment(layout, 3), check=False, full_exit=True)
 
 
 def threads_end(rank: int, size: int) -> None:

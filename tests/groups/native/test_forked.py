@@ -12,11 +12,11 @@ import torch.distributed as dist
 from farprop.errors import UsageError
 from tests.groups.kinds import default_group
 from tests.groups.native import endless
-from tests.groups.native.places import environment
+from tests.groups.native.layouts import environment
 from tests.groups.native.test_deaths import check_lost, join_all
 from tests.support.workers import processes, run_workers
 
-PLACE = pytest.mark.parametrize("place", ["one", "tcp"])
+LAYOUT = pytest.mark.parametrize("layout", ["one", "tcp"])
 
 
 def fork_one_that_stays() -> int:
@@ -29,9 +29,9 @@ def fork_one_that_stays() -> int:
     return pid
 
 
-@PLACE
-def test_a_child_does_not_keep_a_dead_rank_alive(place):
-    with processes(2, environment(place, 2), check=False) as job:
+@LAYOUT
+def test_a_child_does_not_keep_a_dead_rank_alive(layout):
+    with processes(2, environment(layout, 2), check=False) as job:
         join_all(job, 2)
         child = job.run(1, fork_one_that_stays)
         try:
@@ -68,6 +68,6 @@ def fork_and_go_on(rank: int, size: int) -> None:
         assert x.equal(torch.full((3,), float(size)))
 
 
-@PLACE
-def test_a_child_that_uses_the_group_is_told(place):
-    run_workers(fork_and_go_on, 2, (2,), environment(place, 2))
+@LAYOUT
+def test_a_child_that_uses_the_group_is_told(layout):
+    run_workers(fork_and_go_on, 2, (2,), environment(layout, 2))

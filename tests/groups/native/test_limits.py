@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farprop.distributed.native import inbox
-from farprop.distributed.native.frames import HEADER, Kind, pack, unpack
-from farprop.distributed.native.inbox import Inbox, Receipt
+from farprop.distributed.native import matching
+from farprop.distributed.native.framing import HEADER_SIZE, FrameKind, pack, unpack
+from farprop.distributed.native.matching import MessageMatcher, PostedRecv
 from farprop.distributed.native.mesh import Mesh
 from farprop.errors import CollectiveError, RankLostError
 from tests.groups.kinds import default_group
-from tests.groups.native.places import environment
+from tests.groups.native.layouts import environment
 from tests.groups.store_group import job_store
 from tests.support.workers import run_workers
 
@@ -36,14 +36,14 @@ def sent_ahead(rank: int, size: int, count: int) -> None:
                 dist.recv(x, 0)
                 assert x.item() == number
             group: Any = dist.group.WORLD
-            kept = group._mesh.inbox
+            kept = group._mesh.matcher
             assert not any(kept._counts.values())
             assert not any(kept._bytes.values())
 
 
-@pytest.mark.parametrize("place", ["one", "tcp"])
-def test_thousands_of_messages_may_be_sent_ahead(place):
-    run_workers(sent_ahead, 2, (2, 20_000), environment(place, 2))
+@pytest.mark.parametrize("layout", ["one", "tcp"])
+def test_thousands_of_messages_may_be_sent_ahead(layout):
+    run_workers(sent_ahead, 2, (2, 20_000), environment(layout, 2))
 
 
 def ran_ahead(rank: int, size: int, count: int) -> None:
@@ -80,25 +80,25 @@ def rank_0() -> Iterator[tuple[Mesh, socket.socket, socket.socket]]:
 
 
 def hears_that_it_is_broken(sock: socket.socket) -> str:
-    header = sock.recv(HEADER.size, socket.MSG_WAITALL)
+    header = sock.recv(HEADER_SIZE, socket.MSG_WAITALL)
     kind, length, _, _ = unpack(header, 1 << 20)
-    assert kind is Kind.BROKEN
+    assert kind is FrameKind.GROUP_FAILED
     return sock.recv(length, socket.MSG_WAITALL).decode()
 
 
 @pytest.mark.parametrize("limit", ["number", "bytes"])
 def test_too_much_that_nobody_receives_breaks_the_group_and_names_the_rank(limit, monkeypatch):
     if limit == "number":
-        monkeypatch.setattr(inbox, "_MOST_LETTERS", 100)
+        monkeypatch.setattr(matching, "_MAX_UNEXPECTED", 100)
     else:
-        monkeypatch.setattr(inbox, "_MOST_BYTES", 100_000)
+        monkeypatch.setattr(matching, "_MAX_UNEXPECTED_BYTES", 100_000)
     length = 10 if limit == "number" else 20_000
-    message = pack(Kind.MESSAGE, 7, "int8", length) + bytes(length)
+    message = pack(FrameKind.MESSAGE, 7, "int8", length) + bytes(length)
     ended: SimpleQueue[Exception | None] = SimpleQueue()
     with rank_0() as (mesh, one, two):
-        mesh.inbox._most_bytes = min(mesh.inbox._most_bytes, 100_000)
+        mesh.matcher._max_bytes = min(mesh.matcher._max_bytes, 100_000)
         room = bytearray(4)
-        mesh.expect(Receipt(Kind.MESSAGE, 1, 9, memoryview(room), "int8", lambda _, error: ended.put(error)))
+        mesh.post(PostedRecv(FrameKind.MESSAGE, 1, 9, memoryview(room), "int8", lambda _, error: ended.put(error)))
         for _ in range(6 if limit == "bytes" else 101):
             one.sendall(message)
         for sock in (one, two):
@@ -108,10 +108,10 @@ def test_too_much_that_nobody_receives_breaks_the_group_and_names_the_rank(limit
         assert one.recv(1) == b""
         assert isinstance(ended.get(timeout=60), RankLostError)
         assert mesh._thread.is_alive()
-        assert len(mesh.inbox._letters) == (5 if limit == "bytes" else 100)
+        assert len(mesh.matcher._unexpected) == (5 if limit == "bytes" else 100)
         # The other connection is as it was.
-        mesh.expect(Receipt(Kind.MESSAGE, 2, 9, memoryview(room), "int8", lambda _, error: ended.put(error)))
-        two.sendall(pack(Kind.MESSAGE, 9, "int8", 4) + b"good")
+        mesh.post(PostedRecv(FrameKind.MESSAGE, 2, 9, memoryview(room), "int8", lambda _, error: ended.put(error)))
+        two.sendall(pack(FrameKind.MESSAGE, 9, "int8", 4) + b"good")
         assert ended.get(timeout=60) is None
         assert room == b"good"
 
@@ -124,7 +124,7 @@ def out_of_memory(rank: int, size: int) -> str:
             def no_memory(*_: object) -> None:
                 raise MemoryError("none left")
 
-            Inbox.open = no_memory  # type: ignore[method-assign]
+            MessageMatcher.begin = no_memory  # type: ignore[method-assign]
         with pytest.raises(CollectiveError) as caught:
             for _ in range(10):
                 dist.all_reduce(torch.ones(3))
@@ -133,9 +133,9 @@ def out_of_memory(rank: int, size: int) -> str:
         return str(caught.value)
 
 
-@pytest.mark.parametrize("place", ["tcp", "two"])
-def test_a_rank_without_memory_fails_the_group_on_all(place):
-    texts = run_workers(out_of_memory, 3, (3,), environment(place, 3))
+@pytest.mark.parametrize("layout", ["tcp", "two"])
+def test_a_rank_without_memory_fails_the_group_on_all(layout):
+    texts = run_workers(out_of_memory, 3, (3,), environment(layout, 3))
     assert all("MemoryError: none left" in text for text in texts), texts
     assert all("Rank 0 can't read any more from rank" in text for text in texts), texts
 
@@ -148,13 +148,13 @@ def test_a_reading_thread_that_ends_takes_the_group_along(monkeypatch):
     with rank_0() as (mesh, one, two):
         room = memoryview(bytearray(4))
         for peer in (1, 2):
-            mesh.expect(Receipt(Kind.MESSAGE, peer, 9, room, "int8", lambda _, error: ended.put(error)))
-        monkeypatch.setattr(mesh, "_look", fails)
+            mesh.post(PostedRecv(FrameKind.MESSAGE, peer, 9, room, "int8", lambda _, error: ended.put(error)))
+        monkeypatch.setattr(mesh, "_probe_peers", fails)
         monkeypatch.setattr(mesh._selector, "select", lambda _: fails())
-        one.sendall(pack(Kind.MESSAGE, 8, "int8", 1) + b"x")
+        one.sendall(pack(FrameKind.MESSAGE, 8, "int8", 1) + b"x")
         for _ in range(2):
             assert isinstance(ended.get(timeout=60), RankLostError)
-        assert "at the worst moment" in str(mesh.standing.failure)
+        assert "at the worst moment" in str(mesh.state.failure)
         for sock in (one, two):
             assert "at the worst moment" in hears_that_it_is_broken(sock)
             assert sock.recv(1) == b""

@@ -11,11 +11,11 @@ from queue import SimpleQueue
 
 import pytest
 
-from farprop.distributed.native import pulse
-from farprop.distributed.native.frames import BEAT, Kind, pack
-from farprop.distributed.native.inbox import Receipt
+from farprop.distributed.native.framing import HEARTBEAT, FrameKind, pack
+from farprop.distributed.native.matching import PostedRecv
 from farprop.distributed.native.mesh import Mesh
-from farprop.distributed.native.pulse import Pulse
+from farprop.transport import keepalive
+from farprop.transport.keepalive import HostState
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -44,58 +44,52 @@ def rank_0(make: Callable[[], Pair]) -> Iterator[tuple[Mesh, socket.socket]]:
 
 
 @pytest.mark.parametrize("beats", [0, 1, 23, 24, 25, 1000])
-def test_beats_between_frames_mean_nothing(beats):
+def test_heartbeats_between_frames_are_skipped(beats):
     ended: SimpleQueue[Exception | None] = SimpleQueue()
     with rank_0(near) as (mesh, theirs):
         for number in range(3):
             room = bytearray(4)
-            mesh.expect(Receipt(Kind.MESSAGE, 1, 7, memoryview(room), "int8", lambda receipt, error: ended.put(error)))
-            theirs.sendall(BEAT * beats + pack(Kind.MESSAGE, 7, "int8", 4) + bytes([number, 0, 0, 1]))
+            mesh.post(PostedRecv(FrameKind.MESSAGE, 1, 7, memoryview(room), "int8", lambda _, error: ended.put(error)))
+            theirs.sendall(HEARTBEAT * beats + pack(FrameKind.MESSAGE, 7, "int8", 4) + bytes([number, 0, 0, 1]))
             assert ended.get(timeout=60) is None
             assert room == bytes([number, 0, 0, 1])
 
 
-def test_quiet_connections_get_beats():
+def test_idle_connections_get_heartbeats():
     with rank_0(far) as (_, theirs):
-        assert theirs.recv(1) == BEAT
-        assert theirs.recv(1) == BEAT
+        assert theirs.recv(1) == HEARTBEAT
+        assert theirs.recv(1) == HEARTBEAT
 
 
-def test_a_host_whose_process_reads_nothing_has_a_pulse():
+def test_a_host_whose_process_reads_nothing_is_not_taken_for_vanished():
     """Its room is full, so nothing can be sent; but its system answers when it is asked."""
     ours, theirs = far()
     with ours, theirs:
-        assert pulse.can_watch(ours)
+        assert keepalive.can_probe(ours)
         ours.setblocking(False)
         end = time.monotonic() + 4
         while time.monotonic() < end:  # that this time passes is what is tested
             try:
                 ours.send(bytes(1 << 20))
             except BlockingIOError:
-                assert pulse.look(ours) is not Pulse.GONE
+                assert keepalive.probe(ours) is not HostState.VANISHED
 
 
-def test_connections_within_a_host_need_no_beats():
+def test_connections_within_a_host_need_no_heartbeats():
     ours, theirs = near()
     with ours, theirs:
-        assert not pulse.can_watch(ours)
+        assert not keepalive.can_probe(ours)
 
 
-class Endless:
-    """A reader of one that sends faster than can be read."""
-
-    def read(self) -> bool:
-        return True
-
-
-def test_one_that_never_stops_sending_does_not_hide_the_others():
+def test_one_that_never_stops_sending_does_not_hide_the_others(monkeypatch):
     news = threading.Event()
     (first, talker), (second, dying) = near(), near()
     with talker, dying:
         mesh = Mesh(0, {1: first, 2: second}, 1 << 20, news.set)
-        mesh._readers[1] = Endless()
-        talker.send(BEAT)
+        read = mesh._read
+        monkeypatch.setattr(mesh, "_read", lambda peer: peer == 1 or read(peer))  # it sends faster than we read
+        talker.send(HEARTBEAT)
         dying.close()
         assert news.wait(60)
-        assert "lost rank 2" in str(mesh.standing.failure)
+        assert "lost rank 2" in str(mesh.state.failure)
         mesh.close()

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from farprop.errors import CollectiveError, CollectiveMismatchError, RankLostError
-from farprop.protocol.agreement import Agreement
-from tests.simulation.ledger import Violation
-from tests.simulation.outcome import Outcome
+from farprop.protocol.collective_consistency import CollectiveConsistency
+from tests.simulation.harness import Outcome, Violation
 
 SIZE = 4
 _ODD = "something else"
@@ -23,7 +22,7 @@ FAULTS = {"none": "", "mismatch": "mismatches", "death": "deaths", "parting": "p
 
 class Rank:
     def __init__(self, rank: int, program: list[str]) -> None:
-        self.machine = Agreement(rank, SIZE)
+        self.machine = CollectiveConsistency(rank, SIZE)
         self.program = deque(program)
         self.awaited: set[int] = set()
         self.came: dict[int, set[int]] = {}
@@ -92,22 +91,22 @@ class World:
         return {(rank + 1) % SIZE}, set()
 
     def _begin(self, rank: Rank) -> None:
-        own, statement = rank.machine.rank, rank.program.popleft()
+        own, fingerprint = rank.machine.rank, rank.program.popleft()
         try:
-            number = rank.machine.begin(statement)
+            number = rank.machine.begin(fingerprint)
         except CollectiveError as error:
             rank.error = error
             return
-        self.say("rank %d begins %s", own, statement)
+        self.say("rank %d begins %s", own, fingerprint)
         if own == self.culprit and number == self.when + 1:
             if self.fault == "death":
                 self._die(rank)
                 return
             if self.fault == "parting":
                 self._part()
-        targets, sources = self._plan(own, _ODD if statement == _ODD else self.kinds[number - 1])
+        targets, sources = self._plan(own, _ODD if fingerprint == _ODD else self.kinds[number - 1])
         for target in targets:
-            self._send(own, target, "part", number, statement)
+            self._send(own, target, "part", number, fingerprint)
         rank.awaited = sources - rank.came.get(number, set())
         self._finish(rank)
 
@@ -150,19 +149,19 @@ class World:
         if rank.is_gone:
             return
         if kind == "part":
-            number, statement = rest
-            rank.machine.hear(source, number, statement)
+            number, fingerprint = rest
+            rank.machine.on_fingerprint(source, number, fingerprint)
             rank.came.setdefault(number, set()).add(source)
             if number == rank.machine.number:
                 rank.awaited.discard(source)
         elif kind == "closed":
-            rank.machine.die(source, "its connection has closed")
+            rank.machine.on_peer_lost(source, "its connection has closed")
         elif kind == "goodbye":
-            rank.machine.leave(source)
+            rank.machine.on_peer_left(source)
             if source in rank.awaited and rank.machine.failure is None:
                 raise Violation(f"rank {source} left before rank {target} had its part")
         else:
-            rank.machine.be_told(source, *rest)
+            rank.machine.on_peer_failure(source, *rest)
 
     def _notice(self, rank: Rank) -> None:
         failure = rank.machine.failure

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from farprop.protocol.passes import PassId
+from farprop.protocol.backward.state_machine import PassId
 from tests.simulation.passes.forward import Graph, Node
-from tests.simulation.passes.local import Local
+from tests.simulation.passes.local_pass import LocalPass
 from tests.simulation.passes.threads import PassError, Steps, start
 
 if TYPE_CHECKING:
@@ -17,11 +17,11 @@ class Context:
     def __init__(self) -> None:
         self.graph = Graph()
         self.known: set[int] = set()
-        self.passes: dict[PassId, Local] = {}
+        self.passes: dict[PassId, LocalPass] = {}
         self.aborted: set[PassId] = set()
 
 
-class Holder:
+class ContextHolder:
     """A worker, as far as the context goes."""
 
     def __init__(self, world: World, rank: int) -> None:
@@ -32,7 +32,7 @@ class Holder:
         self.context: Context | None = None
         self._has_ended = False
 
-    def fail(self, local: Local, error: PassError) -> Steps:
+    def fail(self, local: LocalPass, error: PassError) -> Steps:
         raise NotImplementedError
 
     def meet(self) -> Context | None:
@@ -41,11 +41,11 @@ class Holder:
             self.context.graph.add(Node(()))
         return self.context
 
-    def release(self) -> None:
+    def on_release(self) -> None:
         """The context has ended, also for everybody who is known to have it."""
         context, self.context, self._has_ended = self.context, None, True
         if context is not None:
-            self.world.say("%d releases the context", self.rank)
+            self.world.trace("%d releases the context", self.rank)
             for local in [local for local in context.passes.values() if local.machine.active]:
                 start(self, self.fail(local, PassError("the context has ended")))
             for worker in sorted(context.known):
@@ -67,7 +67,7 @@ class Holder:
         while maker not in self.dead:
             try:
                 if not (yield self.world.network.call(self.rank, maker, "exists", self.rank)):
-                    self.release()
+                    self.on_release()
                 return
             except PassError:
                 yield 0.3

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from farprop.protocol.passes import ROOTS, Target, Unit
+from farprop.protocol.backward.state_machine import ROOTS, Target, Unit
 
 if TYPE_CHECKING:
     from tests.simulation.passes.worker import Worker
@@ -48,14 +48,14 @@ class Graph:
                 stack += self.nodes[number].inputs
         return frozenset(seen)
 
-    def reach_of(self, pair: int) -> frozenset[int]:
-        if pair not in self._reaches:
-            self._reaches[pair] = self.reach(self.sends[pair])
-        return self._reaches[pair]
+    def reach_of(self, message_id: int) -> frozenset[int]:
+        if message_id not in self._reaches:
+            self._reaches[message_id] = self.reach(self.sends[message_id])
+        return self._reaches[message_id]
 
     def reaches(self, roots: Iterable[int]) -> dict[int, frozenset[int]]:
         """What each source leads to."""
-        found = {pair: self.reach_of(pair) for pair in self.sends}
+        found = {message_id: self.reach_of(message_id) for message_id in self.sends}
         if roots:
             found[ROOTS] = self.reach(roots)
         return found
@@ -80,19 +80,19 @@ class Graph:
 
 def grow(world: World) -> None:
     """One thing that a program does under the context: a value more, or a message with some, or a call."""
-    chance = world.chance
-    worker = chance.choice([worker for worker in world.live() if worker.context is not None])
+    rng = world.rng
+    worker = rng.choice([worker for worker in world.live() if worker.context is not None])
     assert worker.context is not None
     graph = worker.context.graph
-    (thing,) = chance.choices(("leaf", "value", "message", "call"), (1, 4, 2, 5))
+    (thing,) = rng.choices(("leaf", "value", "message", "call"), (1, 4, 2, 5))
     if thing == "leaf":
-        graph.add(Node((), hooked=chance.random() < 0.3))
+        graph.add(Node((), hooked=rng.random() < 0.3))
     elif thing == "value":
         graph.add(Node(some(world, graph)))
     elif thing == "call":
         _call(world, worker)
     else:
-        message(world, worker.rank, _peer(world, worker), some(world, graph) if chance.random() < 0.9 else ())
+        message(world, worker.rank, _peer(world, worker), some(world, graph) if rng.random() < 0.9 else ())
 
 
 def _call(world: World, caller: Worker, depth: int = 0) -> None:
@@ -104,9 +104,9 @@ def _call(world: World, caller: Worker, depth: int = 0) -> None:
     if callee.context is None:
         return
     graph = callee.context.graph
-    if depth < 4 and world.chance.random() < 0.6:
+    if depth < 4 and world.rng.random() < 0.6:
         _call(world, callee, depth + 1)
-    others = some(world, graph) if world.chance.random() < 0.5 else ()
+    others = some(world, graph) if world.rng.random() < 0.5 else ()
     graph.add(Node(tuple(sorted({len(graph.nodes) - 1, *others}))))
     message(world, callee.rank, caller.rank, (len(graph.nodes) - 1,))
 
@@ -115,7 +115,7 @@ def pipeline(world: World) -> None:
     """Calls inside of calls, from home to the far end and back, with nothing but what they bring."""
     path = [world.home]
     while away := [rank for rank, towards in world.ways_home.items() if towards == path[-1]]:
-        path.append(world.chance.choice(away))
+        path.append(world.rng.choice(away))
     path += path[-2::-1]
     for sender, receiver in itertools.pairwise(path):
         context = world.workers[sender].meet()
@@ -125,7 +125,7 @@ def pipeline(world: World) -> None:
 
 
 def _peer(world: World, worker: Worker) -> int:
-    return world.chance.choice(world.peers(worker.rank)) if world.chance.random() < 0.9 else worker.rank
+    return world.rng.choice(world.peers(worker.rank)) if world.rng.random() < 0.9 else worker.rank
 
 
 def message(world: World, sender: int, receiver: int, values: tuple[int, ...]) -> None:
@@ -139,10 +139,10 @@ def message(world: World, sender: int, receiver: int, values: tuple[int, ...]) -
         context.known.add(receiver)
         meeting.known.add(sender)
     if values:
-        pair = world.next_pair(sender)
-        world.say("%d -> %d: values %s in the forward pass, pair %d", sender, receiver, list(values), pair)
-        context.graph.sends[pair] = values
-        meeting.graph.add(Node((), Target(sender, pair)))
+        message_id = world.next_pair(sender)
+        world.trace("%d -> %d: values %s in the forward pass, pair %d", sender, receiver, list(values), message_id)
+        context.graph.sends[message_id] = values
+        meeting.graph.add(Node((), Target(sender, message_id)))
 
 
 def gather(world: World) -> None:
@@ -158,13 +158,11 @@ def gather(world: World) -> None:
 
 def some(world: World, graph: Graph) -> tuple[int, ...]:
     """Some values, and rather the newer ones, so that graphs become deep."""
-    chance = world.chance
+    rng = world.rng
     size = len(graph.nodes)
-    count = min(size, chance.choice((1, 1, 2, 3)))
+    count = min(size, rng.choice((1, 1, 2, 3)))
     recent = range(max(0, size - 4), size)
-    return tuple(
-        sorted({chance.choice(recent) if chance.random() < 0.6 else chance.randrange(size) for _ in range(count)})
-    )
+    return tuple(sorted({rng.choice(recent) if rng.random() < 0.6 else rng.randrange(size) for _ in range(count)}))
 
 
 def used_sends(world: World, origin: int, roots: tuple[int, ...]) -> dict[int, set[int]]:
@@ -174,10 +172,10 @@ def used_sends(world: World, origin: int, roots: tuple[int, ...]) -> dict[int, s
     assert context is not None
     stack = context.graph.targets(context.graph.reach(roots))
     while stack:
-        worker, pair = stack.pop()
-        if pair not in used.setdefault(worker, set()):
-            used[worker].add(pair)
+        worker, message_id = stack.pop()
+        if message_id not in used.setdefault(worker, set()):
+            used[worker].add(message_id)
             theirs = world.workers[worker].context
             if theirs is not None:
-                stack += theirs.graph.targets(theirs.graph.reach_of(pair))
+                stack += theirs.graph.targets(theirs.graph.reach_of(message_id))
     return used

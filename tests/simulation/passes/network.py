@@ -64,12 +64,12 @@ class Network:
             connection = self.connections[caller, callee] = Connection(caller, callee)
         call = Call(next(self._numbers), connection, method, arguments)
         self.world.counts[_NAMES[method]] += 1
-        self.world.say("%d -> %d: call %d, %s%s", caller, callee, call.number, method, arguments)
+        self.world.trace("%d -> %d: call %d, %s%s", caller, callee, call.number, method, arguments)
         self._open[call.number] = call
         if callee in self.world.workers[caller].dead or self.world.workers[callee].crashed:
             self.world.clock.after(self.delay(), self._close, call, None, Lost("nobody is there"))
         else:
-            self._send(connection, method, self._come, call)
+            self._send(connection, method, self._arrive, call)
         return call.answer
 
     def _send(self, connection: Connection, what: str, deliver: Any, *arguments: Any) -> None:
@@ -82,21 +82,21 @@ class Network:
         if self._travelling.pop(number, None) is not None:
             deliver(*arguments)
 
-    def _come(self, call: Call) -> None:
+    def _arrive(self, call: Call) -> None:
         callee = self.world.workers[call.callee]
         if not callee.crashed and call.caller not in callee.dead:
-            self.world.say("%d <- %d: call %d", call.callee, call.caller, call.number)
+            self.world.trace("%d <- %d: call %d", call.callee, call.caller, call.number)
             callee.serve(call).then(lambda value, error: self._answer(call, value, error))
 
     def _answer(self, call: Call, value: Any, error: PassError | None) -> None:
         self.world.counts["answers"] += 1
-        self.world.say("%d -> %d: answer %d, %s", call.callee, call.caller, call.number, error or value)
+        self.world.trace("%d -> %d: answer %d, %s", call.callee, call.caller, call.number, error or value)
         self._send(call.connection, "answer", self._close, call, value, error)
 
     def _close(self, call: Call, value: Any, error: PassError | None) -> None:
         caller = self.world.workers[call.caller]
         if self._open.pop(call.number, None) is not None and not caller.crashed:
-            self.world.say("%d <- %d: answer %d", call.caller, call.callee, call.number)
+            self.world.trace("%d <- %d: answer %d", call.caller, call.callee, call.number)
             call.answer.done(value, error)
 
     # Faults
@@ -112,7 +112,7 @@ class Network:
         news = {call.connection for call in self._open.values() if call.method in ("failed", "abort")}
         if chosen := [c for c in whole if c in news] if patience else whole:
             self.world.fault("broken connections")
-            self._break(self.world.chance.choice(chosen))
+            self._break(self.world.rng.choice(chosen))
         elif patience:
             self.world.clock.after(0.004, self.break_one, patience - 1)
 
@@ -128,11 +128,11 @@ class Network:
 
     def _break(self, connection: Connection) -> None:
         """What is on it is lost or comes all the same. The caller hears of it in its time."""
-        chance = self.world.chance
-        self.world.say("the connection from %d to %d breaks", connection.caller, connection.callee)
+        rng = self.world.rng
+        self.world.trace("the connection from %d to %d breaks", connection.caller, connection.callee)
         connection.broken = True
         for number, (other, _) in list(self._travelling.items()):
-            if other is connection and chance.random() < 0.6:
+            if other is connection and rng.random() < 0.6:
                 del self._travelling[number]
         self.world.clock.after(self.delay(), self._lost, connection)
 
@@ -140,7 +140,7 @@ class Network:
         caller = self.world.workers[connection.caller]
         if caller.crashed:
             return
-        self.world.say("%d hears that its connection to %d is lost", connection.caller, connection.callee)
+        self.world.trace("%d hears that its connection to %d is lost", connection.caller, connection.callee)
         if self.connections.get((connection.caller, connection.callee)) is connection:
             del self.connections[connection.caller, connection.callee]
         for call in [call for call in self._open.values() if call.connection is connection]:
@@ -148,5 +148,5 @@ class Network:
         caller.lost(connection.callee)
 
     def delay(self) -> float:
-        chance = self.world.chance
-        return chance.uniform(0.05, 0.5) if chance.random() < self.world.weather.slow else chance.uniform(0.001, 0.02)
+        rng = self.world.rng
+        return rng.uniform(0.05, 0.5) if rng.random() < self.world.faults.slow else rng.uniform(0.001, 0.02)

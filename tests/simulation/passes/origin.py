@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from farprop.protocol.credit import NONE
-from farprop.protocol.passes import ALL, ROOTS, Action, Ended, PassId, Share, Survey
+from farprop.protocol.backward.credit_recovery import NONE
+from farprop.protocol.backward.state_machine import ALL, ROOTS, CreditShare, Ended, PassAction, PassId, Survey
 from tests.simulation.passes import checks
-from tests.simulation.passes.local import Local
-from tests.simulation.passes.stories import PassStory
+from tests.simulation.passes.history import PassHistory
+from tests.simulation.passes.local_pass import LocalPass
 from tests.simulation.passes.threads import Future, PassError, Steps
 
 if TYPE_CHECKING:
@@ -22,12 +22,12 @@ class Origin:
     """What the thread waits for."""
 
     def __init__(self) -> None:
-        self.events: deque[Action] = deque()
+        self.events: deque[PassAction] = deque()
         self.error: PassError | None = None
         self.late = False
         self.bell = Future()
 
-    def tell(self, action: Action) -> None:
+    def tell(self, action: PassAction) -> None:
         self.events.append(action)
         self.bell.done()
 
@@ -42,30 +42,30 @@ class Origin:
             self.fail(PassError("the deadline is over"))
 
 
-def backward(worker: Worker, story: PassStory) -> Steps:
+def backward(worker: Worker, history: PassHistory) -> Steps:
     context = worker.context
     assert context is not None
     origin = Origin()
-    worker.origins[story.id] = origin
-    local = context.passes[story.id] = Local(worker.world, story, worker.rank, context.graph)
+    worker.origins[history.id] = origin
+    local = context.passes[history.id] = LocalPass(worker.world, history, worker.rank, context.graph)
     worker.world.clock.after(DEADLINE, origin.expire)
-    worker.world.say("%d: backward from %s, %s", worker.rank, list(story.roots), story)
+    worker.world.trace("%d: backward from %s, %s", worker.rank, list(history.roots), history)
     try:
-        yield from worker.come(local, ROOTS, ALL, waits=True)
+        yield from worker.on_gradient(local, ROOTS, ALL, waits=True)
         yield from _wait(worker, local, origin)
-        story.outcome = "ended"
+        history.outcome = "ended"
     except PassError:
         worker.undo(local)
         yield from abort_everywhere(worker, local)
-        story.outcome = "late" if origin.late else "failed"
-        story.faulty |= not origin.late
-        checks.raised(worker.world, story)
-    del worker.origins[story.id]
-    context.passes.pop(story.id, None)
-    worker.world.say("%s has %s", story, story.outcome)
+        history.outcome = "late" if origin.late else "failed"
+        history.faulty |= not origin.late
+        checks.raised(worker.world, history)
+    del worker.origins[history.id]
+    context.passes.pop(history.id, None)
+    worker.world.trace("%s has %s", history, history.outcome)
 
 
-def _wait(worker: Worker, local: Local, origin: Origin) -> Steps:
+def _wait(worker: Worker, local: LocalPass, origin: Origin) -> Steps:
     while True:
         if origin.error is not None:
             raise origin.error
@@ -79,30 +79,30 @@ def _wait(worker: Worker, local: Local, origin: Origin) -> Steps:
             return
         if isinstance(action, Survey):
             used = yield from survey(worker, local)
-            yield from worker.perform(local, local.surveyed(used), waits=True)
+            yield from worker.perform(local, local.on_surveyed(used), waits=True)
 
 
-def survey(worker: Worker, local: Local) -> Steps:
+def survey(worker: Worker, local: LocalPass) -> Steps:
     """All sends that the roots reach, by worker."""
     found: dict[int, set[int]] = {}
     news = sorted(local.machine.reach([ROOTS]))
     while news:
         asked: dict[int, list[int]] = {}
-        for rank, pair in news:
-            if pair not in found.setdefault(rank, set()):
-                found[rank].add(pair)
-                asked.setdefault(rank, []).append(pair)
+        for rank, message_id in news:
+            if message_id not in found.setdefault(rank, set()):
+                found[rank].add(message_id)
+                asked.setdefault(rank, []).append(message_id)
         news = []
-        for rank, pairs in asked.items():
+        for rank, message_ids in asked.items():
             if rank == worker.rank:
-                news += sorted(local.machine.reach(pairs))
+                news += sorted(local.machine.reach(message_ids))
             else:
-                head = worker.head(local, 0, Share(NONE, {}))
-                news += yield worker.call(local, rank, "survey", head, tuple(pairs))
-    return {rank: frozenset(pairs) for rank, pairs in found.items()}
+                head = worker.head(local, 0, CreditShare(NONE, {}))
+                news += yield worker.call(local, rank, "survey", head, tuple(message_ids))
+    return {rank: frozenset(message_ids) for rank, message_ids in found.items()}
 
 
-def abort_everywhere(worker: Worker, local: Local) -> Steps:
+def abort_everywhere(worker: Worker, local: LocalPass) -> Steps:
     """Whoever may have the pass drops it: those whom somebody with it knows, and if one of them is dead, everybody."""
     world = worker.world
     asked = {worker.rank}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tests.simulation.passes.context import Holder
+    from tests.simulation.passes.context import ContextHolder
 
 Steps = Generator[Any, Any, Any]
 
@@ -36,7 +36,7 @@ class Future:
             follow(*self._result)
 
 
-def start(worker: Holder, steps: Steps) -> Future:
+def start(worker: ContextHolder, steps: Steps) -> Future:
     """Run a thread; the future has what it returns or raises. A crash of its worker stops it where it is."""
     result = Future()
 

@@ -1,4 +1,4 @@
-"""A worker: a runtime in miniature around the machines under test, after ``farprop.runtime.gradients.space``.
+"""A worker: a runtime in miniature around the machines under test, after ``farprop.runtime.autograd.driver``.
 
 A pass that failed is stopped where that is noticed, and undone when its origin says so: only the origin knows whether
 it had ended before. If the origin is dead, what is not finished is undone.
@@ -10,11 +10,11 @@ import itertools
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from farprop.protocol.pass_messages import PassHead, pack_head, unpack_head
-from farprop.protocol.passes import ROOTS, Action, GiveBack, PassId, Release, Run, Send, Share
+from farprop.protocol.backward.state_machine import ROOTS, CreditShare, GiveBack, PassAction, PassId, Release, Run, Send
+from farprop.wire.message import PassHead
 from tests.simulation.passes import checks
-from tests.simulation.passes.context import Holder
-from tests.simulation.passes.local import Local, Straight
+from tests.simulation.passes.context import ContextHolder
+from tests.simulation.passes.local_pass import LocalPass, UnsharedRun
 from tests.simulation.passes.network import Call
 from tests.simulation.passes.origin import Origin
 from tests.simulation.passes.threads import Future, PassError, Steps, start
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _HEAD = PassHead(*[False] * len(PassHead._fields))._replace(context_id=7)
 
 
-class Worker(Holder):
+class Worker(ContextHolder):
     def __init__(self, world: World, rank: int) -> None:
         super().__init__(world, rank)
         self.origins: dict[PassId, Origin] = {}
@@ -34,13 +34,13 @@ class Worker(Holder):
 
     # Doing what the machines want
 
-    def perform(self, local: Local, actions: list[Action], back_to: int = -1, waits: bool = False) -> Steps:
+    def perform(self, local: LocalPass, actions: list[PassAction], back_to: int = -1, waits: bool = False) -> Steps:
         """Do all of it; what goes to worker ``back_to`` is returned. ``waits``: this thread may wait for an answer."""
         back: list[tuple[bytes, bool]] = []
         sends: deque[Send] = deque()
         todo = deque(actions)
         while (todo or sends) and not self.is_over(local):
-            if self.world.chance.random() < 0.2:
+            if self.world.rng.random() < 0.2:
                 yield self.world.network.delay()  # other threads get in between
                 continue
             if not todo:
@@ -60,9 +60,9 @@ class Worker(Holder):
                     continue
                 checks.sends(local, action)
                 if action.target.worker == back_to:
-                    back.append((self.head(local, action.target.pair, action.share), True))
+                    back.append((self.head(local, action.target.message_id, action.share), True))
                 else:
-                    todo.extend(local.come(action.target.pair, action.share))
+                    todo.extend(local.on_gradient(action.target.message_id, action.share))
             elif isinstance(action, GiveBack):
                 head = self.head(local, 0, action.share)
                 if back_to == local.id.origin:
@@ -71,7 +71,7 @@ class Worker(Holder):
                     self.tell(local, local.id.origin, "give_back", head)
             elif isinstance(action, Release):
                 if action.worker == self.rank:
-                    todo.extend(local.release(action.used, action.share))
+                    todo.extend(local.on_release(action.used, action.share))
                 else:
                     local.partners.add(action.worker)
                     head = self.head(local, 0, action.share)
@@ -80,54 +80,58 @@ class Worker(Holder):
                 self.origins[local.id].tell(action)
         return back
 
-    def is_over(self, local: Local) -> bool:
+    def is_over(self, local: LocalPass) -> bool:
         """What was decided before a failure is not done after it."""
         return local.machine.failed
 
-    def come(self, local: Local, source: int, share: Share, back_to: int = -1, waits: bool = False) -> Steps:
+    def on_gradient(
+        self, local: LocalPass, source: int, share: CreditShare, back_to: int = -1, waits: bool = False
+    ) -> Steps:
         """The roots are there, or gradients came from another worker."""
-        straight = local.straight(source, share)
-        if straight is None:
-            actions = local.start() if source == ROOTS else local.come(source, share)
+        unshared = local.start_unshared(source, share)
+        if unshared is None:
+            actions = local.start() if source == ROOTS else local.on_gradient(source, share)
         else:
-            actions = yield from self._execute(local, straight)
+            actions = yield from self._execute(local, unshared)
         return (yield from self.perform(local, actions, back_to, waits))
 
-    def _execute(self, local: Local, straight_or_run: Straight | Run) -> Steps:
-        straight = straight_or_run if isinstance(straight_or_run, Straight) else None
-        run = straight_or_run if isinstance(straight_or_run, Run) else straight_or_run.run
-        chance, weather = self.world.chance, self.world.weather
-        self.world.say("%d runs units %s of %s after source %s", self.rank, run.units, local.story, run.source)
+    def _execute(self, local: LocalPass, unshared_or_run: UnsharedRun | Run) -> Steps:
+        unshared = unshared_or_run if isinstance(unshared_or_run, UnsharedRun) else None
+        run = unshared_or_run if isinstance(unshared_or_run, Run) else unshared_or_run.run
+        rng, faults = self.world.rng, self.world.faults
+        self.world.trace("%d runs units %s of %s after source %s", self.rank, run.units, local.history, run.source)
         local.begin(run)
         yield self.world.network.delay()
-        if chance.random() < weather.failing:
+        if rng.random() < faults.failing:
             self.world.counts["failing units"] += 1
-            self.world.say("%d: it raises", self.rank)
-            local.story.faulty = True
+            self.world.trace("%d: it raises", self.rank)
+            local.history.faulty = True
             raise PassError("a unit failed")
-        return local.end(run) if straight is None else local.end_straight(straight)
+        return local.end(run) if unshared is None else local.end_unshared(unshared)
 
-    def head(self, local: Local, pair: int, share: Share) -> bytes:
+    def head(self, local: LocalPass, message_id: int, share: CreditShare) -> bytes:
         passes = self.context.passes if self.context is not None else {}
         mine = [number for origin, number in passes if origin == self.rank]
         oldest = min(mine, default=0) if local.id.origin == self.rank else 0
-        head = _HEAD._replace(pair=pair, pass_id=local.id, oldest=oldest, fast=local.story.fast, share=share)
-        return pack_head(head)
+        head = _HEAD._replace(
+            message_id=message_id, pass_id=local.id, oldest=oldest, fast=local.history.fast, share=share
+        )
+        return head.pack()
 
     # Messages that leave
 
-    def call(self, local: Local, worker: int, method: str, *arguments: Any) -> Future:
-        local.story.messages[method] += 1
+    def call(self, local: LocalPass, worker: int, method: str, *arguments: Any) -> Future:
+        local.history.messages[method] += 1
         return self.world.network.call(self.rank, worker, method, *arguments)
 
-    def _send(self, local: Local, send: Send) -> Future:
+    def _send(self, local: LocalPass, send: Send) -> Future:
         checks.sends(local, send)
         local.partners.add(send.target.worker)
-        head = self.head(local, send.target.pair, send.share)
+        head = self.head(local, send.target.message_id, send.share)
         call = self.call(local, send.target.worker, "propagate", self.rank, head)
-        chance = self.world.chance
-        if chance.random() < self.world.weather.timeouts:
-            self.world.clock.after(chance.uniform(0.0, 0.1), self._time_out, call)
+        rng = self.world.rng
+        if rng.random() < self.world.faults.timeouts:
+            self.world.clock.after(rng.uniform(0.0, 0.1), self._time_out, call)
         return call
 
     def _time_out(self, call: Future) -> None:
@@ -135,21 +139,21 @@ class Worker(Holder):
             self.world.fault("timeouts")
             call.done(None, PassError("timeout"))
 
-    def tell(self, local: Local, worker: int, method: str, *arguments: Any) -> None:
+    def tell(self, local: LocalPass, worker: int, method: str, *arguments: Any) -> None:
         def check(_: Any, error: PassError | None) -> None:
             if error is not None:
                 start(self, self.fail(local, error))
 
         self.call(local, worker, method, *arguments).then(check)
 
-    def _take_answer(self, local: Local, back: list[tuple[bytes, bool]]) -> list[Action]:
-        actions: list[Action] = []
+    def _take_answer(self, local: LocalPass, back: list[tuple[bytes, bool]]) -> list[PassAction]:
+        actions: list[PassAction] = []
         for data, is_gradient in back:
-            head = unpack_head(data)
-            actions += local.come(head.pair, head.share) if is_gradient else local.returned(head.share)
+            head = PassHead.parse(data)
+            actions += local.on_gradient(head.message_id, head.share) if is_gradient else local.on_credit(head.share)
         return actions
 
-    def _answered(self, local: Local, back: list[tuple[bytes, bool]], error: PassError | None) -> Steps:
+    def _answered(self, local: LocalPass, back: list[tuple[bytes, bool]], error: PassError | None) -> Steps:
         try:
             if error is not None:
                 raise error
@@ -162,7 +166,7 @@ class Worker(Holder):
     def serve(self, call: Call) -> Future:
         return start(self, getattr(self, "on_" + call.method)(*call.arguments))
 
-    def _local(self, head: PassHead) -> Local:
+    def _local(self, head: PassHead) -> LocalPass:
         context = self.find()
         local = context.passes.get(head.pass_id)
         if local is not None:
@@ -171,51 +175,51 @@ class Worker(Holder):
             raise PassError("the pass has ended with an error")
         for old in [i for i in context.passes if i.origin == head.pass_id.origin and i.number < head.oldest]:
             del context.passes[old]
-        local = context.passes[head.pass_id] = Local(
-            self.world, self.world.story(head.pass_id), self.rank, context.graph
+        local = context.passes[head.pass_id] = LocalPass(
+            self.world, self.world.history(head.pass_id), self.rank, context.graph
         )
         return local
 
     def on_propagate(self, sender: int, data: bytes) -> Steps:
-        head = unpack_head(data)
+        head = PassHead.parse(data)
         local = self._local(head)
         local.partners.add(sender)
         try:
-            return (yield from self.come(local, head.pair, head.share, back_to=sender))
+            return (yield from self.on_gradient(local, head.message_id, head.share, back_to=sender))
         except PassError:
             local.fail()
             raise
 
     def on_give_back(self, data: bytes) -> Steps:
-        head = unpack_head(data)
+        head = PassHead.parse(data)
         local = self._local(head)
-        yield from self.perform(local, local.returned(head.share))
+        yield from self.perform(local, local.on_credit(head.share))
 
     def on_release_sources(self, data: bytes, used: tuple[int, ...]) -> Steps:
-        head = unpack_head(data)
+        head = PassHead.parse(data)
         local = self._local(head)
         local.partners.add(local.id.origin)
         try:
-            yield from self.perform(local, local.release(used, head.share))
+            yield from self.perform(local, local.on_release(used, head.share))
         except PassError:
             local.fail()
             raise
 
-    def on_survey(self, data: bytes, pairs: tuple[int, ...]) -> Steps:
-        local = self._local(unpack_head(data))
+    def on_survey(self, data: bytes, message_ids: tuple[int, ...]) -> Steps:
+        local = self._local(PassHead.parse(data))
         yield 0.0
-        return sorted(local.machine.reach(pairs))
+        return sorted(local.machine.reach(message_ids))
 
     # Failure: see ``origin`` for the other half
 
-    def fail(self, local: Local, error: PassError) -> Steps:
+    def fail(self, local: LocalPass, error: PassError) -> Steps:
         """A pass can't go on because of something that happened here."""
         if local.fail():
             yield from self.tell_origin(local, error)
 
-    def tell_origin(self, local: Local, error: PassError) -> Steps:
+    def tell_origin(self, local: LocalPass, error: PassError) -> Steps:
         origin = local.id.origin
-        self.world.say("%d: %s fails: %s", self.rank, local.story, error)
+        self.world.trace("%d: %s fails: %s", self.rank, local.history, error)
         if origin == self.rank:
             if local.id in self.origins:
                 self.origins[local.id].fail(error)
@@ -242,11 +246,11 @@ class Worker(Holder):
             self.undo(local)
         return sorted(self.context.known)  # also if this is not the first time: the answer may have been lost
 
-    def undo(self, local: Local) -> None:
+    def undo(self, local: LocalPass) -> None:
         local.fail()
         local.undone = True
 
-    def orphaned(self, local: Local) -> None:
+    def orphaned(self, local: LocalPass) -> None:
         """The origin has died."""
         if local.machine.active:
             self.undo(local)
@@ -261,7 +265,7 @@ class Worker(Holder):
     def died(self, rank: int) -> None:
         if self.crashed or rank in self.dead:
             return
-        self.world.say("%d takes %d for dead", self.rank, rank)
+        self.world.trace("%d takes %d for dead", self.rank, rank)
         self.dead.add(rank)
         if self.context is None:
             return
@@ -269,6 +273,6 @@ class Worker(Holder):
             if pass_id.origin == rank:
                 self.orphaned(local)
         if self.world.maker == rank:
-            self.release()
+            self.on_release()
         elif self.world.maker != self.rank and rank in self.context.known:
             start(self, self.ask_maker())

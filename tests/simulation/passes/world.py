@@ -4,22 +4,47 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import NamedTuple
 
-from farprop.protocol.passes import PassId
-from tests.simulation.clock import Clock
-from tests.simulation.ledger import Violation
-from tests.simulation.outcome import Outcome
+from farprop.protocol.backward.state_machine import PassId
+from tests.simulation.harness import Clock, Outcome, Violation
 from tests.simulation.passes import checks, forward
-from tests.simulation.passes.local import Local
+from tests.simulation.passes.history import PassHistory
+from tests.simulation.passes.local_pass import LocalPass
 from tests.simulation.passes.network import Network
 from tests.simulation.passes.origin import backward
-from tests.simulation.passes.stories import PassStory
 from tests.simulation.passes.threads import Steps, start
-from tests.simulation.passes.weather import draw
 from tests.simulation.passes.worker import Worker
 
 MAX_SECONDS = 2000.0
 _COUNTER_BITS = 48
+
+
+class Faults(NamedTuple):
+    """Chances and numbers of faults. Many runs have none: they show what has to hold then."""
+
+    slow: float  # how often a message or a run takes very long
+    breaks: int  # connections that break
+    crashes: int
+    failing: float  # how often a run raises
+    timeouts: float  # how often a call with gradients is given up early
+
+    @property
+    def clear(self) -> bool:
+        return not (self.breaks or self.crashes or self.failing or self.timeouts)
+
+
+def draw_faults(rng: random.Random) -> Faults:
+    slow = rng.choice((0.0, 0.1, 0.4))
+    if rng.random() < 0.35:
+        return Faults(slow, 0, 0, 0.0, 0.0)
+    return Faults(
+        slow=slow,
+        breaks=rng.choice((0, 0, 1, 4)),
+        crashes=rng.choice((0, 1, 1, 2)),
+        failing=rng.choice((0.0, 0.0, 0.0, 0.05)),
+        timeouts=rng.choice((0.0, 0.0, 0.0, 0.05)),
+    )
 
 
 class World:
@@ -29,23 +54,23 @@ class World:
         self.tracing = tracing
         self.swapped = swapped
         self.watched = watched
-        self.chance = chance = random.Random(seed)
+        self.rng = rng = random.Random(seed)
         self.clock = Clock()
-        self.weather = draw(chance)
+        self.faults = draw_faults(rng)
         self.counts: Counter[str] = Counter()
-        self.touched: dict[Local, None] = {}  # with whose machines this event had to do
-        self.stories: list[PassStory] = []
+        self.touched: dict[LocalPass, None] = {}  # with whose machines this event had to do
+        self.histories: list[PassHistory] = []
         self.network = Network(self)
-        self.workers = [Worker(self, rank) for rank in range(chance.choice((2, 3, 4, 5, 5)))]
-        self.maker = chance.randrange(len(self.workers))
-        self.is_sparse = chance.random() < 0.5  # workers speak only with their neighbours in a tree
-        same = self.is_sparse or chance.random() < 0.8
-        self.home = self.maker if same else chance.randrange(len(self.workers))  # most passes start here
+        self.workers = [Worker(self, rank) for rank in range(rng.choice((2, 3, 4, 5, 5)))]
+        self.maker = rng.randrange(len(self.workers))
+        self.is_sparse = rng.random() < 0.5  # workers speak only with their neighbours in a tree
+        same = self.is_sparse or rng.random() < 0.8
+        self.home = self.maker if same else rng.randrange(len(self.workers))  # most passes start here
         self.ways_home = self._tree()
-        self._faults = [self.network.break_one] * self.weather.breaks + [self._crash] * self.weather.crashes
-        chance.shuffle(self._faults)
+        self._faults = [self.network.break_one] * self.faults.breaks + [self._crash] * self.faults.crashes
+        rng.shuffle(self._faults)
         self._pairs = 0
-        self.say("%d workers, %s", len(self.workers), self.weather)
+        self.trace("%d workers, %s", len(self.workers), self.faults)
 
     def live(self) -> list[Worker]:
         return [worker for worker in self.workers if not worker.crashed]
@@ -54,21 +79,21 @@ class World:
         self._pairs += 1
         return (rank << _COUNTER_BITS) + self._pairs
 
-    def story(self, pass_id: PassId) -> PassStory:
-        return next(story for story in self.stories if story.id == pass_id)
+    def history(self, pass_id: PassId) -> PassHistory:
+        return next(history for history in self.histories if history.id == pass_id)
 
-    def say(self, text: str, *things: object) -> None:
+    def trace(self, text: str, *things: object) -> None:
         if self.tracing:
             print(f"{self.clock.now:8.4f}  " + text % things)
 
     def _tree(self) -> dict[int, int]:
         """For each worker but home the next one on the way there. A line, mostly."""
-        chance = self.chance
+        rng = self.rng
         reached = [self.home]
         ways: dict[int, int] = {}
-        for rank in chance.sample(range(len(self.workers)), len(self.workers)):
+        for rank in rng.sample(range(len(self.workers)), len(self.workers)):
             if rank != self.home:
-                ways[rank] = reached[-1] if chance.random() < 0.8 else chance.choice(reached)
+                ways[rank] = reached[-1] if rng.random() < 0.8 else rng.choice(reached)
                 reached.append(rank)
         return ways
 
@@ -79,50 +104,50 @@ class World:
         return [other for pair in self.ways_home.items() if rank in pair for other in pair if other != rank]
 
     def run(self) -> None:
-        chance, clock = self.chance, self.clock
+        rng, clock = self.rng, self.clock
         self._forward()
-        for _ in range(chance.choice((1, 1, 2))):
-            worker = self.workers[self.home] if chance.random() < 0.7 else self._any_with_context()
-            clock.after(chance.uniform(0.0, 0.1), self._start_program, worker)
+        for _ in range(rng.choice((1, 1, 2))):
+            worker = self.workers[self.home] if rng.random() < 0.7 else self._any_with_context()
+            clock.after(rng.uniform(0.0, 0.1), self._start_program, worker)
         self._run_dry()
         checks.calm(self)
         self._count_passes()
         if not self.workers[self.maker].crashed:
-            if self.weather.crashes and chance.random() < 0.5:
-                clock.after(chance.uniform(0.0, 0.05), self._crash)
-            self.workers[self.maker].release()
+            if self.faults.crashes and rng.random() < 0.5:
+                clock.after(rng.uniform(0.0, 0.05), self._crash)
+            self.workers[self.maker].on_release()
         self._run_dry()
         checks.cleaned_up(self)
 
     def _count_passes(self) -> None:
-        for story in self.stories:
-            self.counts["FAST" if story.fast else "SMART"] += 1
-            self.counts["complete"] += story.is_complete
-            self.counts[{"": "cut short", "late": "stuck"}.get(story.outcome, story.outcome)] += 1
+        for history in self.histories:
+            self.counts["FAST" if history.fast else "SMART"] += 1
+            self.counts["complete"] += history.is_complete
+            self.counts[{"": "cut short", "late": "stuck"}.get(history.outcome, history.outcome)] += 1
 
     def _forward(self) -> None:
-        chance = self.chance
+        rng = self.rng
         self.workers[self.maker].meet()
         if self.home != self.maker:
             forward.message(self, self.maker, self.home, (0,))
-        if self.is_sparse and chance.random() < 0.4:
-            for _ in range(chance.randint(1, 4)):
+        if self.is_sparse and rng.random() < 0.4:
+            for _ in range(rng.randint(1, 4)):
                 forward.pipeline(self)
         else:
-            for _ in range(chance.choice((2, 10, 20, 30))):
+            for _ in range(rng.choice((2, 10, 20, 30))):
                 forward.grow(self)
-        if chance.random() < 0.5:
+        if rng.random() < 0.5:
             forward.gather(self)
-        elif chance.random() < 0.4:
-            for _ in range(chance.randint(1, 5)):  # meanwhile, a program goes on in the same context
-                self.clock.after(chance.uniform(0.0, 0.3), self._grow)
+        elif rng.random() < 0.4:
+            for _ in range(rng.randint(1, 5)):  # meanwhile, a program goes on in the same context
+                self.clock.after(rng.uniform(0.0, 0.3), self._grow)
 
     def _grow(self) -> None:
         if any(worker.context is not None for worker in self.live()):
             forward.grow(self)
 
     def _any_with_context(self) -> Worker:
-        return self.chance.choice([worker for worker in self.workers if worker.context is not None])
+        return self.rng.choice([worker for worker in self.workers if worker.context is not None])
 
     # Programs
 
@@ -132,40 +157,38 @@ class World:
 
     def _program(self, worker: Worker) -> Steps:
         """Passes one after the other."""
-        chance = self.chance
-        for _ in range(chance.choice((1, 1, 2, 3))):
+        rng = self.rng
+        for _ in range(rng.choice((1, 1, 2, 3))):
             if worker.context is None:
                 return
             graph = worker.context.graph
             roots = tuple(graph.sinks())
-            if not roots or chance.random() < 0.4:
-                roots = tuple(
-                    sorted(chance.sample(range(len(graph.nodes)), min(len(graph.nodes), chance.randint(1, 3))))
-                )
-            fast = (chance.random() < 0.4) != self.swapped
+            if not roots or rng.random() < 0.4:
+                roots = tuple(sorted(rng.sample(range(len(graph.nodes)), min(len(graph.nodes), rng.randint(1, 3)))))
+            fast = (rng.random() < 0.4) != self.swapped
             used = forward.used_sends(self, worker.rank, roots)
-            story = PassStory(PassId(worker.rank, next(worker.numbers)), fast, roots, used)
-            story.faulty = any(worker.crashed for worker in self.workers) or self.network.has_broken
-            self.stories.append(story)
-            if len(used) > 2 or chance.random() < 0.3:
+            history = PassHistory(PassId(worker.rank, next(worker.numbers)), fast, roots, used)
+            history.faulty = any(worker.crashed for worker in self.workers) or self.network.has_broken
+            self.histories.append(history)
+            if len(used) > 2 or rng.random() < 0.3:
                 self._plan_faults()
-            yield from backward(worker, story)
+            yield from backward(worker, history)
 
     # Faults
 
     def _plan_faults(self) -> None:
         """Some of those that are left, during the pass that starts now; those that come close together do more harm."""
-        chance = self.chance
-        moment = chance.choice((0.1, 0.3, 1.0)) * chance.random()
-        for _ in range(chance.randint(0, len(self._faults))):
-            self.clock.after(moment, self._faults.pop(), chance.choice((0, 200)))
-            moment += chance.uniform(0.0, 0.1)
+        rng = self.rng
+        moment = rng.choice((0.1, 0.3, 1.0)) * rng.random()
+        for _ in range(rng.randint(0, len(self._faults))):
+            self.clock.after(moment, self._faults.pop(), rng.choice((0, 200)))
+            moment += rng.uniform(0.0, 0.1)
 
     def fault(self, name: str) -> None:
         """Whatever is under way may fail from it."""
         self.counts[name] += 1
-        for story in self.stories:
-            story.faulty |= not story.outcome
+        for history in self.histories:
+            history.faulty |= not history.outcome
 
     def _crash(self, patience: int = 0) -> None:
         live = self.live()
@@ -178,18 +201,18 @@ class World:
         if not chosen:
             self.clock.after(0.004, self._crash, patience - 1)
             return
-        worker = self.chance.choice(chosen)
-        self.say("%d crashes", worker.rank)
+        worker = self.rng.choice(chosen)
+        self.trace("%d crashes", worker.rank)
         worker.crashed = True
         self.fault("crashes")
         self.network.cut_off(worker.rank)
         for other in self.live():
-            self.clock.after(0.5 + self.chance.uniform(0.0, 1.0), other.died, worker.rank)
+            self.clock.after(0.5 + self.rng.uniform(0.0, 1.0), other.died, worker.rank)
 
     def clean_up(self, source: int, target: int) -> None:
         """A clean-up gets to its target. What a crashed worker still had to say may be lost."""
-        if not self.workers[target].crashed and (not self.workers[source].crashed or self.chance.random() < 0.5):
-            self.workers[target].release()
+        if not self.workers[target].crashed and (not self.workers[source].crashed or self.rng.random() < 0.5):
+            self.workers[target].on_release()
 
     # Events
 
@@ -223,14 +246,14 @@ def _same_messages(world: World, seed: int) -> None:
     """Where every send is used, both kinds of passes take the same messages. They are watched, so that both take the
     long way: then the same happens at the same times.
     """
-    if not world.weather.clear:
+    if not world.faults.clear:
         return
     one, other = [World(seed, tracing=False, swapped=swapped, watched=True) for swapped in (False, True)]
     one.run()
-    if not all(story.is_complete for story in one.stories):
+    if not all(history.is_complete for history in one.histories):
         return
-    world.counts["compared with the other mode"] += len(world.stories)
+    world.counts["compared with the other mode"] += len(world.histories)
     other.run()
-    for story, twin in zip(one.stories, other.stories, strict=True):
-        if story.messages != twin.messages:
-            raise Violation(f"{story} took {story.messages}, and {twin.messages} as one of the other kind")
+    for history, twin in zip(one.histories, other.histories, strict=True):
+        if history.messages != twin.messages:
+            raise Violation(f"{history} took {history.messages}, and {twin.messages} as one of the other kind")

@@ -1,7 +1,7 @@
 """A connection to every other rank of the group, and the thread that reads from all of them.
 
-The thread always reads: what nobody has asked for yet is kept. So a rank that sends can only be held up by one that is
-stopped or slow, and never by one that sends, too. It also looks whether the other hosts still answer.
+The thread always reads: messages that nobody has posted a receive for are kept. So a rank that sends can only be held
+up by one that is stopped or slow, never by one that sends, too. The thread also probes whether the other hosts answer.
 """
 
 from __future__ import annotations
@@ -14,75 +14,85 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from farprop.distributed.native import pulse
-from farprop.distributed.native.frames import BEAT, Kind, pack
-from farprop.distributed.native.inbox import Inbox, Receipt
-from farprop.distributed.native.pulse import Pulse
-from farprop.distributed.native.reader import Reader
-from farprop.distributed.native.standing import Standing
+from farprop.distributed.native.framing import HEARTBEAT, FrameKind, FrameReader, pack
+from farprop.distributed.native.group_state import GroupState
+from farprop.distributed.native.matching import MessageMatcher, PostedRecv
 from farprop.errors import CollectiveError, CollectiveTimeoutError, ProtocolError, RankLostError, renewed
+from farprop.transport import keepalive
+from farprop.transport.keepalive import HostState
+from farprop.transport.sockets import SEND_FLAGS, unsent
 from farprop.transport.tls import Stream, TlsSocket
 
-_log = logging.getLogger("farprop.distributed")
+_log = logging.getLogger(__name__)
 
-_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 _GOODBYE_SECONDS = 1.0
-_TELL_SECONDS = 0.5
+_REPORT_SECONDS = 0.5
 _READS_A_TURN = 64  # then it is the turn of the next rank
 _LEFT = "it has left the group"
 
 
 class Mesh:
-    """``on_news`` is called, in any thread, when a wait for other ranks may have become vain. ``peers_limits`` has the
-    largest message that a rank takes.
+    """The connections of one rank.
+
+    Args:
+        rank: this rank.
+        peers: a connection to every other rank.
+        max_bytes: the largest message that this rank takes.
+        on_state_change: called, in any thread, when a wait for other ranks may have become pointless.
+        peer_limits: the largest message that each of the other ranks takes.
     """
 
     def __init__(
         self,
         rank: int,
         peers: Mapping[int, Stream],
-        max_length: int,
-        on_news: Callable[[], None],
-        peers_limits: Mapping[int, int] | None = None,
+        max_bytes: int,
+        on_state_change: Callable[[], None],
+        peer_limits: Mapping[int, int] | None = None,
     ) -> None:
         self.rank = rank
-        self.standing = Standing(rank, len(peers) + 1, self._on_failure)
-        self.inbox = Inbox(max_length)
-        self._on_news = on_news
-        self._peers_limits = peers_limits or {}
-        self._locks = {peer: threading.Lock() for peer in peers}
+        self.state = GroupState(rank, len(peers) + 1, self._on_group_failure)
+        self.matcher = MessageMatcher(max_bytes)
+        self._on_state_change = on_state_change
+        self._peer_limits = peer_limits or {}
+        self._send_locks = {peer: threading.Lock() for peer in peers}
         self._sockets = dict(peers)
-        self._gone: dict[int, str] = {}
-        self._readers = {peer: Reader(self, peer, sock, max_length) for peer, sock in peers.items()}
+        self._gone: dict[int, str] = {}  # ranks that can't be reached any more, and why
+        self._readers = {peer: FrameReader(self, peer, max_bytes) for peer in peers}
         self._selector = selectors.DefaultSelector()
-        self._stop, stopped = socket.socketpair()
-        self._stopped = stopped
-        self._selector.register(stopped, selectors.EVENT_READ)
+        self._stop, self._stopped = socket.socketpair()
+        self._selector.register(self._stopped, selectors.EVENT_READ)
         for peer, sock in peers.items():
             self._selector.register(sock, selectors.EVENT_READ, peer)
-        self._watched = [peer for peer, sock in peers.items() if pulse.can_watch(sock)]
-        for peer in self._watched:
-            pulse.watch(peers[peer])
+        self._probed = [peer for peer, sock in peers.items() if keepalive.can_probe(sock)]
+        for peer in self._probed:
+            keepalive.prepare_probes(peers[peer])
         self._thread = threading.Thread(target=self._run, name=f"farprop-group-rank{rank}", daemon=True)
         self._thread.start()
 
     # Sending
 
-    def send(self, peer: int, kind: Kind, key: int, text: str, data: memoryview, deadline: float) -> None:
-        """Returns when the system has taken all of it."""
-        if len(data) > self._peers_limits.get(peer, len(data)):
+    def send(self, peer: int, kind: FrameKind, key: int, text: str, data: memoryview, deadline: float) -> None:
+        """Send a frame; return when the system has taken all of it.
+
+        Raises:
+            CollectiveTimeoutError: the deadline is over.
+            RankLostError: the rank can't be reached.
+            CollectiveError: the group is broken, or the rank does not take messages of this size.
+        """
+        if len(data) > self._peer_limits.get(peer, len(data)):
             raise CollectiveError(
-                f"Rank {peer} takes no messages above its FARPROP_MAX_MESSAGE_BYTES={self._peers_limits[peer]}, and "
+                f"Rank {peer} takes no messages above its FARPROP_MAX_MESSAGE_BYTES={self._peer_limits[peer]}, and "
                 f"rank {self.rank} was to send it {len(data)} bytes. Raise the limit on every rank, or send less."
             )
         head = memoryview(pack(kind, key, text, len(data)))
-        lock = self._locks[peer]
+        lock = self._send_locks[peer]
         if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise self._slow(peer)
         try:
             if peer in self._gone:
                 raise self._lost(peer)
-            if (failure := self._vain(kind)) is not None:
+            if (failure := self._failure_of(kind)) is not None:
                 raise renewed(failure)
             self._write(peer, kind, [head, data] if len(data) else [head], deadline)
         except OSError as error:
@@ -93,42 +103,40 @@ class Mesh:
         finally:
             lock.release()
 
-    def _write(self, peer: int, kind: Kind, parts: list[memoryview], deadline: float) -> None:
+    def _write(self, peer: int, kind: FrameKind, parts: list[memoryview], deadline: float) -> None:
         sock = self._sockets[peer]
-        poll = None
-        is_begun = False
+        selector = None
+        has_begun = False
         while parts or (isinstance(sock, TlsSocket) and sock.unsent):
             try:
-                sent = sock.sendmsg(parts, (), _FLAGS)
+                sent = sock.sendmsg(parts, (), SEND_FLAGS)
             except BlockingIOError:
-                if poll is None:
-                    poll = selectors.PollSelector()
-                    poll.register(sock, selectors.EVENT_WRITE)
+                if selector is None:
+                    selector = selectors.PollSelector()
+                    selector.register(sock, selectors.EVENT_WRITE)
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    if is_begun:
-                        # What comes next would be taken for the rest of it.
+                    if has_begun:
+                        # The next frame would be taken for the rest of this one.
                         self._lose(peer, "it did not take what was sent in time")
                     raise self._slow(peer) from None
-                failure = self._vain(kind)
+                failure = self._failure_of(kind)
                 if failure is not None:
-                    if is_begun:
+                    if has_begun:
                         self._lose(peer, "it was slow to take what was sent when the group broke")
                     raise renewed(failure) from None
-                poll.select(min(left, pulse.LOOK_SECONDS))
+                selector.select(min(left, keepalive.PROBE_SECONDS))
                 continue
-            is_begun = True
-            while parts and sent >= len(parts[0]):
-                sent -= len(parts.pop(0))
-            if sent:
-                parts[0] = parts[0][sent:]
+            has_begun = True
+            parts = unsent(parts, sent)
 
-    def _vain(self, kind: Kind) -> CollectiveError | None:
-        """Why nobody sends or gets this any more; None if somebody does. A lost rank ends messages, too: whoever was to
-        send one may have given up.
+    def _failure_of(self, kind: FrameKind) -> CollectiveError | None:
+        """Why frames of this kind are neither sent nor received any more; None if they are.
+
+        A lost rank ends ``send`` and ``recv``, too: the rank that was to send may have given up.
         """
-        failure = self.standing.failure
-        if kind == Kind.PART or (kind == Kind.MESSAGE and isinstance(failure, RankLostError)):
+        failure = self.state.failure
+        if kind == FrameKind.COLLECTIVE or (kind == FrameKind.MESSAGE and isinstance(failure, RankLostError)):
             return failure
         return None
 
@@ -140,145 +148,160 @@ class Mesh:
     def _lost(self, peer: int) -> RankLostError:
         return RankLostError(f"Rank {self.rank} can't reach rank {peer}: {self._gone[peer]}.")
 
-    def tell(self, kind: Kind, text: str, seconds: float, key: int = 0) -> None:
-        """A word to everybody who can still hear it. In all it takes no longer than that, but everybody is tried."""
+    def notify_all(self, kind: FrameKind, text: str, seconds: float, key: int = 0) -> None:
+        """Send a frame without data to every rank that can be reached, within ``seconds`` in all."""
         deadline = time.monotonic() + seconds
         for peer in self._sockets:
             if peer not in self._gone:
                 try:
                     self.send(peer, kind, key, text, memoryview(b""), deadline)
                 except CollectiveError as error:
-                    _log.info("rank %d could not be told: %s", peer, error)
+                    _log.info("rank %d could not send %s to rank %d: %s", self.rank, kind.name, peer, error)
 
     # Receiving
 
-    def expect(self, receipt: Receipt) -> None:
-        """The receipt ends when what it is for has come, or can't come any more."""
-        self.inbox.expect(receipt)
-        gone = [peer for peer in self._gone if receipt.source in (None, peer)]
+    def post(self, recv: PostedRecv) -> None:
+        """Post a receive. It ends when its message is here, or can't come any more."""
+        self.matcher.post(recv)
+        gone = [peer for peer in self._gone if recv.source in (None, peer)]
         if gone:
-            self.inbox.give_up(receipt, self._lost(gone[0]))
-        elif (failure := self._vain(receipt.kind)) is not None:
-            self.inbox.give_up(receipt, failure)
+            self.matcher.cancel(recv, self._lost(gone[0]))
+        elif (failure := self._failure_of(recv.kind)) is not None:
+            self.matcher.cancel(recv, failure)
 
     def _run(self) -> None:
         try:
             self._read_all()
         except BaseException as error:
-            # Nobody would hear of anything any more: neither here, nor those who wait for this rank.
+            # Without this thread neither this rank nor those that wait for it would learn of anything any more.
             for peer in self._sockets:
-                self._give_up(peer, error)
+                self._on_read_error(peer, error)
 
     def _read_all(self) -> None:
-        seconds = pulse.LOOK_SECONDS if self._watched else None
-        next_look = 0.0
+        seconds = keepalive.PROBE_SECONDS if self._probed else None
+        next_probe = 0.0
         while True:
-            left = self._peers_with_more()
+            decrypted = self._peers_with_more()
             ready = set()
-            for key, _ in self._selector.select(0 if left else seconds):
+            for key, _ in self._selector.select(0 if decrypted else seconds):
                 if key.fileobj is self._stopped:
                     return
                 ready.add(key.data)
-            for peer in left | ready:
+            for peer in decrypted | ready:
                 try:
                     for _ in range(_READS_A_TURN):
-                        if not self._readers[peer].read():
+                        if not self._read(peer):
                             break
                 except (OSError, ProtocolError) as error:
                     self._lose(peer, str(error) or type(error).__name__)
                 except Exception as error:
-                    self._give_up(peer, error)
+                    self._on_read_error(peer, error)
                 if peer in self._gone and peer in ready:
                     self._selector.unregister(self._sockets[peer])
-            if seconds is not None and time.monotonic() >= next_look:
-                next_look = time.monotonic() + seconds
-                self._look()
+            if seconds is not None and time.monotonic() >= next_probe:
+                next_probe = time.monotonic() + seconds
+                self._probe_peers()
+
+    def _read(self, peer: int) -> bool:
+        """Read once from a rank; False if nothing more is here, or comes at all."""
+        reader = self._readers[peer]
+        try:
+            count = self._sockets[peer].recv_into(reader.target(), 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        if not count:
+            raise ConnectionResetError("its connection has closed")
+        return reader.received(count)
 
     def _peers_with_more(self) -> set[int]:
-        """Those of whom something was decrypted already, which makes no socket ready."""
+        """Ranks whose TLS has decrypted bytes that nobody has read. They don't make the socket ready."""
         return {
             peer
             for peer, sock in self._sockets.items()
             if isinstance(sock, TlsSocket) and sock.has_more and peer not in self._gone
         }
 
-    def _give_up(self, peer: int, error: BaseException) -> None:
-        """Reading from this rank failed here, by no fault of the connection."""
+    def _on_read_error(self, peer: int, error: BaseException) -> None:
+        """Reading from this rank failed here, and not because of the connection."""
         if type(error) is CollectiveError:
             why = str(error)
         else:
             _log.error("rank %d can't read from rank %d", self.rank, peer, exc_info=error)
             why = f"{type(error).__name__}: {error}"
-        self.standing.break_down(f"Rank {self.rank} can't read any more from rank {peer}: {why.rstrip('.')}.")
+        self.state.fail_group(f"Rank {self.rank} can't read any more from rank {peer}: {why.rstrip('.')}.")
         self._lose(peer, why)
 
-    def _look(self) -> None:
-        for peer in self._watched:
+    def _probe_peers(self) -> None:
+        for peer in self._probed:
             if peer in self._gone:
                 continue
-            state = pulse.look(self._sockets[peer])
-            if state is Pulse.QUIET:
-                self._beat(peer)
-            elif state is Pulse.GONE:
+            host = keepalive.probe(self._sockets[peer])
+            if host is HostState.IDLE:
+                self._send_heartbeat(peer)
+            elif host is HostState.VANISHED:
                 self._lose(peer, "its host does not answer any more")
 
-    def _beat(self, peer: int) -> None:
-        """Send something that has to be acknowledged. If there is no room, something is on its way."""
-        if self._locks[peer].acquire(blocking=False):
+    def _send_heartbeat(self, peer: int) -> None:
+        """Send something that has to be acknowledged. If there is no room for it, something is in flight."""
+        if self._send_locks[peer].acquire(blocking=False):
             try:
-                self._sockets[peer].send(BEAT, _FLAGS)
+                self._sockets[peer].send(HEARTBEAT, SEND_FLAGS)
             except BlockingIOError:
                 pass
             except OSError as error:
                 self._lose(peer, f"can't send to it: {error}")
             finally:
-                self._locks[peer].release()
+                self._send_locks[peer].release()
 
-    def handle(self, peer: int, kind: Kind, text: str) -> None:
-        """A frame without data."""
-        if kind == Kind.GOODBYE:
-            self.standing.leave(peer)
+    def handle(self, peer: int, kind: FrameKind, text: str) -> None:
+        """A frame without data is here; called by the readers."""
+        if kind == FrameKind.GOODBYE:
+            self.state.on_peer_left(peer)
             self._lose(peer, _LEFT)
-        elif kind == Kind.BROKEN:
+        elif kind == FrameKind.GROUP_FAILED:
             name, _, why = text.partition(" ")
-            self.standing.be_told(peer, name, why)
+            self.state.on_peer_failure(peer, name, why)
 
     def _lose(self, peer: int, why: str) -> None:
+        """A rank can't be reached any more, or has left: end everything that waits for it."""
         if self._gone.setdefault(peer, why) is not why:
             return
+        _log.debug("rank %d has lost rank %d: %s", self.rank, peer, why)
         if why is not _LEFT:
-            # Who waits to send to it has to know. One that has left takes this for our death, and must not.
+            # Wake threads that wait to send to it. A rank that has left would take the shutdown for our death.
             with contextlib.suppress(OSError):
                 self._sockets[peer].shutdown(socket.SHUT_RDWR)
-        self.standing.die(peer, why)
-        self.inbox.fail(self._lost(peer), lambda receipt: receipt.source in (None, peer))
+        self.state.on_peer_lost(peer, why)
+        self.matcher.fail(self._lost(peer), lambda recv: recv.source in (None, peer))
         self._readers[peer].abandon(self._lost(peer))
-        self._on_news()
+        self._on_state_change()
 
-    def _on_failure(self, failure: CollectiveError, to_tell: bool) -> None:
-        self.inbox.fail(failure, lambda receipt: self._vain(receipt.kind) is not None)
-        self._on_news()
-        if to_tell:
-            self.tell(Kind.BROKEN, f"{type(failure).__name__} {failure}", _TELL_SECONDS)
+    def _on_group_failure(self, failure: CollectiveError, tell_others: bool) -> None:
+        _log.debug("the group is broken on rank %d: %s", self.rank, failure)
+        self.matcher.fail(failure, lambda recv: self._failure_of(recv.kind) is not None)
+        self._on_state_change()
+        if tell_others:
+            self.notify_all(FrameKind.GROUP_FAILED, f"{type(failure).__name__} {failure}", _REPORT_SECONDS)
 
     # The end
 
     def say_goodbye(self) -> None:
-        self.tell(Kind.GOODBYE, "", _GOODBYE_SECONDS)
+        """Tell the other ranks that this one leaves."""
+        self.notify_all(FrameKind.GOODBYE, "", _GOODBYE_SECONDS)
 
     def close(self) -> None:
-        """Say goodbye and let go of everything."""
+        """Say goodbye, end the thread, close all connections."""
         self.say_goodbye()
         self._stop.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
         self._close_descriptors()
-        self.inbox.fail(
+        self.matcher.fail(
             CollectiveError(f"The group was destroyed on rank {self.rank} before this was received."), lambda _: True
         )
 
     def abandon(self) -> None:
-        """In a forked child: nothing is said to anybody."""
+        """In a forked child: close the descriptors, send nothing."""
         self._stop.close()
         self._close_descriptors()
 

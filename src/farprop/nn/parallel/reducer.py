@@ -1,9 +1,9 @@
-"""The reducer: autograd's hooks on one side, a process group on the other, the machine of buckets in between."""
+"""The reducer: connects autograd's hooks, the bucket schedule and a process group."""
 
 from __future__ import annotations
 
+import logging
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,31 +12,35 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.futures import Future
+from torch.utils.hooks import RemovableHandle
 
 from farprop._torch import queue_callback
-from farprop.distributed.calling import implementer, rank_of, result_of, wait_for
+from farprop.distributed.interop import implementer, rank_of, result_of, wait_for
 from farprop.errors import ReductionError, UsageError
-from farprop.nn.parallel.graph import leaves_behind
-from farprop.nn.parallel.homes import Home, InContext, InGrad
-from farprop.nn.parallel.hooks import CommHook, GradBucket, checked_future, reduce_by_sum
-from farprop.nn.parallel.memory import Memory
-from farprop.nn.parallel.use import Use
-from farprop.protocol.buckets import Bucket, Parameter, Reduction, State, assign
-from farprop.runtime.gradients.running import running_pass
+from farprop.locks import make_lock
+from farprop.nn.parallel.bucket_buffers import BucketBuffers
+from farprop.nn.parallel.comm_hooks import CommHook, GradBucket, allreduce_sum, checked_future
+from farprop.nn.parallel.grad_storage import ContextGradients, GradAttribute, GradStorage
+from farprop.nn.parallel.unused_parameters import UsedParameters, reachable_leaves
+from farprop.protocol.ddp_buckets import BucketIndices, BucketSchedule, ParameterInfo, State, assign_buckets
+from farprop.runtime.autograd.engine import running_pass
+
+_log = logging.getLogger(__name__)
 
 
 class Reducer:
-    """Reduces the gradients of parameters across the ranks of a group.
+    """Averages the gradients of parameters across the ranks of a group.
 
     Args:
-        parameters: those that require grad, in the same order on all ranks.
-        names: theirs, for errors.
-        sparse: which of them get sparse gradients.
-        group: any process group.
-        limits: bytes of the first bucket, and of the others.
-        as_views: gradients are views of the buckets.
-        find_unused: look for parameters without a gradient in each forward pass.
-        is_static: learn in the first iteration which gradients come, and how often.
+        parameters: Those that require grad, in the same order on all ranks.
+        names: Their names, for error messages.
+        sparse: Which of them get sparse gradients.
+        group: Any process group.
+        limits: Bytes of the first bucket, and of the later ones.
+        as_views: Whether gradients are views of the bucket buffers.
+        find_unused: Whether to look for parameters without a gradient after each forward pass.
+        is_static: Whether to learn in the first iteration which gradients are accumulated, and how often.
     """
 
     def __init__(
@@ -52,252 +56,255 @@ class Reducer:
         is_static: bool,
     ) -> None:
         self.group = group
-        self._allreduces = implementer(group, "allreduce")
+        self._allreduce_group = implementer(group, "allreduce")
         self._parameters, self._names, self._sparse = list(parameters), list(names), list(sparse)
-        self._known = [
-            Parameter(name, leaf.numel() * leaf.element_size(), (leaf.dtype, leaf.device), is_sparse)
+        self._infos = [
+            ParameterInfo(name, leaf.numel() * leaf.element_size(), (leaf.dtype, leaf.device), is_sparse)
             for leaf, name, is_sparse in zip(parameters, names, sparse, strict=True)
         ]
         self._limits = limits
         self._as_views = as_views
         self._finds_unused = find_unused and not is_static
-        self._rebuilds = not self._finds_unused  # an order that changes all the time is none
-        self._hook: tuple[CommHook, Any] | None = None
-        self._scale: float | None = None
-        self._in_grad = InGrad(as_views)
-        self._home: Home = self._in_grad
-        self._lock = threading.Lock()
-        self._machine = Reduction(self._known, self._first_buckets(), rank_of(group), is_static)
-        self._memory = self._new_memory()
-        self._use = Use(len(self._parameters), self._parameters[0].device)
+        self._rebuilds = not self._finds_unused  # with unused parameters the order changes from pass to pass
+        self._hook: tuple[CommHook, Any] | None = None  # with its state
+        self._scale: float | None = None  # what gradients are multiplied by before they are reduced
+        self._grad_attribute = GradAttribute(as_views)
+        self._storage: GradStorage = self._grad_attribute
+        self._lock = make_lock("reducer")
+        self._schedule = BucketSchedule(self._infos, self._first_buckets(), rank_of(group), is_static)
+        self._buffers = self._new_buffers()
+        self._used = UsedParameters(len(self._parameters), self._parameters[0].device)
         handles = [
-            leaf.register_post_accumulate_grad_hook(_hook_of(weakref.ref(self), index))
+            leaf.register_post_accumulate_grad_hook(_grad_hook(weakref.ref(self), index))
             for index, leaf in enumerate(self._parameters)
         ]
         weakref.finalize(self, _remove, handles)
 
     def set_hook(self, state: Any, hook: CommHook) -> None:
-        """From now on buckets are reduced by a communication hook."""
+        """Reduce buckets with a communication hook from now on."""
         if self._hook is not None:
             raise UsageError("A communication hook can be registered once. Make a new DistributedDataParallel.")
         self._hook = hook, state
 
     def make_static(self) -> None:
-        """Learn the graph in the first iteration, which has not begun yet."""
-        if self._machine.state is not State.REST or self._machine.is_order_known:
+        """Learn the graph in the first iteration, which must not have begun."""
+        if self._schedule.state is not State.IDLE or self._schedule.is_order_known:
             raise UsageError(
                 "_set_static_graph() should be called before training loop starts. Pass static_graph=True to "
                 "DistributedDataParallel, or call it before the first forward pass."
             )
         self._finds_unused, self._rebuilds = False, True
-        self._machine.is_learning = True
+        self._schedule.is_learning = True
 
     # Forward passes
 
     def check_finished(self) -> None:
-        """Raise if the gradients of the last iteration did not all come.
+        """Raise ``ReductionError`` if gradients of the last iteration are missing.
 
         Other ranks may wait for the buckets that were not launched here, so those are launched first.
         """
-        machine = self._machine
-        if machine.state in (State.REST, State.EXPECTING):
+        schedule = self._schedule
+        if schedule.state in (State.IDLE, State.ARMED):
             return
-        is_incomplete = machine.state is State.RUNNING  # else the backward pass raised later, so its caller knows
-        text = machine.unfinished()
+        is_incomplete = schedule.state is State.RUNNING  # else the backward pass raised later, so its caller knows
+        text = schedule.missing_message()
         try:
-            for index in machine.missing:
-                self._memory.take(index, None, None)
+            for index in schedule.missing:
+                self._buffers.add(index, None, None)
             if is_incomplete:
-                self._launch(machine.force(), self._tells_use)
-            self._use.wait()
-            for bucket in self._memory.buckets:
-                bucket.wait()
-            machine.note_shadow()
+                self._launch(schedule.launch_remaining(), self._exchanges_used)
+            self._used.wait()
+            for buffer in self._buffers.buffers:
+                buffer.wait()
+            schedule.note_shadowed()
         finally:
-            self._abandon()
+            self._abort()
         if is_incomplete:
             raise ReductionError(text)
 
-    def expect(self, outputs: Iterable[torch.Tensor], divisor: int) -> None:
-        """A forward pass has run, and its backward pass is to reduce."""
+    def prepare_for_backward(self, outputs: Iterable[torch.Tensor], divisor: int) -> None:
+        """Expect a backward pass from ``outputs`` that reduces. ``divisor`` makes the sums over ranks averages."""
         self._scale = None if divisor == 1 or self._hook is not None else 1 / divisor
         unused: list[int] = []
-        if self._tells_use:
+        if self._exchanges_used:
             tensors = list(outputs)
-            found = leaves_behind(tensors)
-            unused = [index for index, leaf in enumerate(self._parameters) if leaf not in found]
-            # Perhaps no parameter gets a gradient; an output does.
+            reachable = reachable_leaves(tensors)
+            unused = [index for index, leaf in enumerate(self._parameters) if leaf not in reachable]
+            # If no parameter gets a gradient, only the outputs tell that the backward pass has begun.
             reducer = weakref.ref(self)
             for tensor in tensors:
                 if tensor.grad_fn is not None:
                     tensor.register_hook(lambda _: _begin(reducer))
-        self._machine.expect(unused)
+        self._schedule.arm(unused)
 
     def rebuild_if_due(self) -> None:
-        """After the first iteration: buckets by the order in which gradients came on rank 0, and of its sizes."""
-        machine = self._machine
-        if not self._rebuilds or not machine.is_order_known:
+        """After the first iteration, rebuild the buckets in the order in which rank 0 accumulated its gradients."""
+        schedule = self._schedule
+        if not self._rebuilds or not schedule.is_order_known:
             return
         self._rebuilds = False
-        buckets = assign(self._known, machine.order, *self._limits)
-        *order, count = self._of_rank_0([*chain(*buckets), len(buckets)])
-        sizes = self._of_rank_0([len(bucket) for bucket in buckets][:count] + [0] * (count - len(buckets)))
+        buckets = assign_buckets(self._infos, schedule.order, *self._limits)
+        # The ranks take order and sizes from rank 0.
+        *order, count = self._from_rank_0([*chain(*buckets), len(buckets)])
+        sizes = self._from_rank_0([len(bucket) for bucket in buckets][:count] + [0] * (count - len(buckets)))
         members = iter(order)
-        machine.set_buckets([tuple(islice(members, size)) for size in sizes])
-        old, self._memory = self._memory, self._new_memory()
+        schedule.set_buckets([tuple(islice(members, size)) for size in sizes])
+        _log.debug("Rank %d: rebuilt buckets of %s parameters", rank_of(self.group), sizes)
+        old, self._buffers = self._buffers, self._new_buffers()
         if self._as_views:
             with torch.no_grad():
-                self._memory.adopt(old)
+                self._buffers.adopt(old)
 
-    def accompany(self) -> None:
-        """Do in a backward pass of other ranks what they wait for, without gradients."""
-        machine = self._machine
-        if machine.is_learning:
-            raise UsageError("With static_graph=True every rank has to have an input, or it can't learn the graph.")
-        futures = [self._reduce(number, bucket.zeros()) for number, bucket in enumerate(self._memory.buckets)]
-        if self._tells_use:
-            self._use.launch(self._allreduces)
+    def shadow(self) -> None:
+        """Take part in the collectives of the other ranks' backward pass, without gradients of this rank."""
+        schedule = self._schedule
+        if schedule.is_learning:
+            raise UsageError("With static_graph=True every rank needs an input for the first iteration.")
+        futures = [self._reduce(bucket, buffer.zeros()) for bucket, buffer in enumerate(self._buffers.buffers)]
+        if self._exchanges_used:
+            self._used.launch(self._allreduce_group)
         for future in futures:
             result_of(future)
-        self._use.wait()
-        machine.note_shadow()
+        self._used.wait()
+        schedule.note_shadowed()
 
     # Backward passes
 
     def begin(self) -> None:
-        """The backward pass has come to an output."""
-        with self._lock, torch.no_grad(), self._or_abandon():
+        """Start the backward pass, which has reached an output of the module."""
+        with self._lock, torch.no_grad(), self._abort_on_error():
             self._begin()
 
-    def came(self, index: int, leaf: torch.Tensor) -> None:
-        """The gradient of a parameter was accumulated."""
+    def on_gradient(self, index: int, leaf: torch.Tensor) -> None:
+        """Take the gradient of a parameter, which was just accumulated."""
         if torch.is_grad_enabled():  # with create_graph
             with torch.no_grad():
-                self.came(index, leaf)
+                self.on_gradient(index, leaf)
             return
         with self._lock:
-            machine = self._machine
-            if self._tells_use:
-                self._use.note(index)
-            if machine.state is State.REST:
+            schedule = self._schedule
+            if self._exchanges_used:
+                self._used.mark(index)
+            if schedule.state is State.IDLE:
                 return
             try:
-                if machine.state is State.EXPECTING:
+                if schedule.state is State.ARMED:
                     self._begin()
-                launches = machine.ready(index)
-                # Small ones are taken when their bucket is launched: here, each line is paid for every parameter.
-                if index in self._memory.large and machine.is_there(index):
-                    self._memory.take(index, self._home.get(leaf), self._scale)
-                    if self._as_views and self._home is self._in_grad and index in self._memory.views:
-                        # Frees the gradient's own memory, which the next layer's can have while it is in the cache.
-                        leaf.grad = self._memory.views[index]
+                launches = schedule.mark_ready(index)
+                # Small gradients are copied when their bucket is launched: this code runs for every parameter.
+                if index in self._buffers.large and schedule.is_ready(index):
+                    self._buffers.add(index, self._storage.get(leaf), self._scale)
+                    if self._as_views and self._storage is self._grad_attribute and index in self._buffers.views:
+                        # Frees the gradient's own memory. The next layer's gradient can reuse it while it is cached.
+                        leaf.grad = self._buffers.views[index]
                 if launches:
-                    self._go_on(launches)
+                    self._launch_and_finish(launches)
             except BaseException:
-                self._abandon()
+                self._abort()
                 raise
 
     def _begin(self) -> None:
-        machine = self._machine
-        if machine.state is not State.EXPECTING:
+        schedule = self._schedule
+        if schedule.state is not State.ARMED:
             return
         running = running_pass.get()
-        self._home = self._in_grad if running is None else InContext(running)
-        launches = machine.begin(can_learn=running is None)
-        if machine.learns_now:
-            queue_callback(self._end_of_first)
+        self._storage = self._grad_attribute if running is None else ContextGradients(running)
+        launches = schedule.begin(can_learn=running is None)
+        if schedule.learns_now:
+            queue_callback(self._end_learning)
             return
         if launches:
-            self._go_on(launches)
+            self._launch_and_finish(launches)
 
-    def _end_of_first(self) -> None:
-        """The first backward pass of a static graph has ended. Everything is reduced now."""
-        with self._lock, torch.no_grad(), self._or_abandon():
-            launches = self._machine.learned()
-            self._launch(launches, tells_use=True)
+    def _end_learning(self) -> None:
+        """Reduce everything at the end of the first backward pass of a static graph."""
+        with self._lock, torch.no_grad(), self._abort_on_error():
+            launches = self._schedule.end_learning()
+            self._launch(launches, exchanges_used=True)
         self._finish()
 
-    def _go_on(self, launches: Sequence[int]) -> None:
-        self._launch(launches, self._tells_use)
-        if self._machine.state is State.LAUNCHED:
-            if self._home is self._in_grad:
+    def _launch_and_finish(self, launches: Sequence[int]) -> None:
+        self._launch(launches, self._exchanges_used)
+        if self._schedule.state is State.LAUNCHED:
+            if self._storage is self._grad_attribute:
                 queue_callback(self._finish)
             else:
-                self._finish()  # nobody says when a distributed pass ends
+                self._finish()  # nothing tells when a distributed pass ends on this worker
 
     @property
-    def _tells_use(self) -> bool:
-        return self._finds_unused or self._machine.is_learning
+    def _exchanges_used(self) -> bool:
+        return self._finds_unused or self._schedule.is_learning
 
-    def _launch(self, numbers: Sequence[int], tells_use: bool) -> None:
-        for number in numbers:
-            bucket = self._memory.buckets[number]
-            self._memory.fill(number, self._home, self._scale)
-            bucket.future = self._reduce(number, bucket.flat)
-        if tells_use and self._machine.state is State.LAUNCHED:
-            self._use.launch(self._allreduces)
+    def _launch(self, buckets: Sequence[int], exchanges_used: bool) -> None:
+        for bucket in buckets:
+            buffer = self._buffers.buffers[bucket]
+            self._buffers.fill(bucket, self._storage, self._scale)
+            buffer.future = self._reduce(bucket, buffer.flat)
+        if exchanges_used and self._schedule.state is State.LAUNCHED:
+            self._used.launch(self._allreduce_group)
 
-    def _reduce(self, number: int, buffer: torch.Tensor) -> Any:
-        buckets = self._memory.buckets
-        bucket = GradBucket(buckets[number], number, number == len(buckets) - 1, buffer)
+    def _reduce(self, index: int, buffer: torch.Tensor) -> Future[Any]:
+        buffers = self._buffers.buffers
+        bucket = GradBucket(buffers[index], index, index == len(buffers) - 1, buffer)
         if self._hook is None:
-            return reduce_by_sum(self._allreduces, bucket)
+            return allreduce_sum(self._allreduce_group, bucket)
         hook, state = self._hook
         return checked_future(hook, hook(state, bucket))
 
     def _finish(self) -> None:
-        """All buckets are launched: wait for each, and bring its gradients home."""
-        with torch.no_grad(), self._or_abandon():
-            self._use.wait()
-            for number, bucket in enumerate(self._memory.buckets):
-                bucket.wait()
-                self._memory.give(number, self._home, self._use.nowhere)
-            self._machine.finish()
-            self._use.forget()
+        """Wait for each bucket, all of which are launched, and store its gradients."""
+        with torch.no_grad(), self._abort_on_error():
+            self._used.wait()
+            for bucket, buffer in enumerate(self._buffers.buffers):
+                buffer.wait()
+                self._buffers.store(bucket, self._storage, self._used.used_by_no_rank)
+            self._schedule.finish()
+            self._used.reset()
 
     @contextmanager
-    def _or_abandon(self) -> Iterator[None]:
+    def _abort_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            self._abandon()
+            self._abort()
             raise
 
-    def _abandon(self) -> None:
-        """The iteration has failed. What is under way still uses the old memory."""
-        self._machine.abandon()
-        self._memory = self._new_memory()
-        self._use.give_up()
+    def _abort(self) -> None:
+        """End the iteration after an error. Collectives under way may still write to the old buffers."""
+        _log.debug("Rank %d: aborts an iteration in state %s", rank_of(self.group), self._schedule.state.value)
+        self._schedule.abort()
+        self._buffers = self._new_buffers()
+        self._used.abort()
 
-    def _first_buckets(self) -> Sequence[Bucket]:
-        """Backward passes meet parameters about in reverse.
+    def _first_buckets(self) -> Sequence[BucketIndices]:
+        """Buckets for the first iteration. Backward passes reach parameters roughly in reverse order.
 
-        Where the real order will be known soon, nothing is sent before all gradients are there: a model may have
-        collectives of its own in its backward pass, and one that is launched by a wrong order would meet those.
+        If buckets will be rebuilt, nothing is sent before all gradients are ready: a model may have collectives of its
+        own in its backward pass, and a bucket launched in a guessed order could be matched with those.
         """
         limits = (sys.maxsize, sys.maxsize) if self._rebuilds else self._limits
-        buckets = assign(self._known, range(len(self._parameters)), *limits)
+        buckets = assign_buckets(self._infos, range(len(self._parameters)), *limits)
         return sorted(buckets, key=min, reverse=True)
 
-    def _of_rank_0(self, numbers: Sequence[int]) -> list[int]:
+    def _from_rank_0(self, numbers: Sequence[int]) -> list[int]:
         tensor = torch.tensor(numbers, dtype=torch.int32, device=self._parameters[0].device)
         wait_for(implementer(self.group, "broadcast").broadcast([tensor], dist.BroadcastOptions()))
         return tensor.tolist()
 
-    def _new_memory(self) -> Memory:
-        return Memory(self._parameters, self._names, self._sparse, self._machine.buckets)
+    def _new_buffers(self) -> BucketBuffers:
+        return BucketBuffers(self._parameters, self._names, self._sparse, self._schedule.buckets)
 
 
-# Parameters live longer than the module around them may, so their hooks don't keep it.
+# Parameters may live longer than the module around them, so their hooks hold a weak reference to the reducer.
 
 
-def _hook_of(reducer: weakref.ref[Reducer], index: int) -> Callable[[torch.Tensor], None]:
-    def came(leaf: torch.Tensor) -> None:
+def _grad_hook(reducer: weakref.ref[Reducer], index: int) -> Callable[[torch.Tensor], None]:
+    def on_gradient(leaf: torch.Tensor) -> None:
         found = reducer()
         if found is not None:
-            found.came(index, leaf)
+            found.on_gradient(index, leaf)
 
-    return came
+    return on_gradient
 
 
 def _begin(reducer: weakref.ref[Reducer]) -> None:
@@ -306,6 +313,6 @@ def _begin(reducer: weakref.ref[Reducer]) -> None:
         found.begin()
 
 
-def _remove(handles: Iterable[Any]) -> None:
+def _remove(handles: Iterable[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()

@@ -1,5 +1,6 @@
-"""Remote references: who refers to what, kept right under any order of messages and under the death of workers.
+"""Remote references: which worker refers to which value, under any order of messages and when workers die.
 
-``machine.References`` is the whole protocol of one worker. ``states`` has the tables, ``messages`` what travels,
-``control`` the exactly-once batches between two workers, ``records`` what a worker knows.
+``state_machine`` is the whole protocol of one worker; it joins ``owner_side``, ``user_side``, ``forks_in_transit`` and
+the ``control_plane`` that they share. ``records`` has the states and what is known about each reference, ``messages``
+what travels. ``diagram`` draws the states into the docs.
 """

@@ -1,4 +1,4 @@
-"""``python -m farprop.protocol.references.diagram``: draw the tables of ``states`` into ``docs/references.md``."""
+"""``python -m farprop.protocol.references.diagram``: draw the tables of ``records`` into ``docs/references.md``."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from farprop.protocol.references.states import USER_TABLE, VALUE_TABLE, User, UserEvent, Value, ValueEvent
+from farprop.protocol.references.records import USER_TABLE, VALUE_TABLE, User, UserEvent, Value, ValueEvent
 
 PAGE = Path(__file__).parents[4] / "docs" / "references.md"
-BEGIN = "<!-- Made by python -m farprop.protocol.references.diagram from states.py: change that, not this. -->"
-END = "<!-- End of what is made. -->"
+BEGIN = "<!-- Generated from records.py by python -m farprop.protocol.references.diagram: edit that, not this. -->"
+END = "<!-- End of the generated part. -->"
 
 _State = TypeVar("_State", bound=enum.Enum)
 _Event = TypeVar("_Event", bound=enum.Enum)
 
 
 def updated(page: str) -> str:
-    """The page with the diagrams as they are now."""
+    """Return the page with diagrams and tables drawn afresh.
+
+    Raises:
+        ValueError: The page lacks the two comments that mark the generated part.
+    """
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"the page has no place for the diagrams: {BEGIN!r} and {END!r} mark it")
+        raise ValueError(f"the page has no place for the diagrams: the lines {BEGIN!r} and {END!r} mark it")
     return f"{before}{BEGIN}\n\n{_diagrams()}\n{END}{after}"
 
 
@@ -41,7 +45,7 @@ def _diagrams() -> str:
 
 
 def _draw(table: Mapping[tuple[_State, _Event], _State], first: Iterable[_State]) -> str:
-    """``first`` are the states that a reference or value can start in. One that leads nowhere is an end."""
+    """One table as a Mermaid diagram. ``first`` are the initial states; states without a successor are final."""
     arrows: dict[tuple[str, str], list[str]] = {}
     for (state, event), following in table.items():
         arrows.setdefault((state.name, following.name), []).append(event.name)

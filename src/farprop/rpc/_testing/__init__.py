@@ -1,4 +1,4 @@
-"""Torch's faulty backend: importing this registers ``FAULTY_TENSORPIPE``."""
+"""Torch's faulty backend. Importing this package registers ``FAULTY_TENSORPIPE``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,25 @@ from farprop.testing.faults import FaultPlan
 
 
 def is_available() -> bool:
-    """Torch's builds may lack its own; this one is always there."""
+    """Whether the faulty backend is available. Always true, unlike in some builds of torch.
+
+    Returns:
+        True.
+    """
     return True
 
 
 class FaultyTensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
-    """Which types of messages fail (each message so many times) and which come late (by so many seconds)."""
+    """Options of the faulty backend.
+
+    Args:
+        num_worker_threads: How many calls of other workers run at once.
+        rpc_timeout: The default timeout of calls in seconds; 0 disables it.
+        init_method: How workers find each other.
+        messages_to_fail: The types of message that fail.
+        messages_to_delay: The seconds by which messages are delayed, by type.
+        num_fail_sends: How many attempts to send each message fail.
+    """
 
     messages_to_fail: list[str]
     messages_to_delay: dict[str, float]
@@ -39,6 +52,14 @@ class FaultyTensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
         self.num_fail_sends = num_fail_sends
 
     def plan(self) -> FaultPlan:
+        """Make the fault plan of these options.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ValueError: There is no such type of message.
+        """
         plan = FaultPlan()
         if self.messages_to_fail and self.num_fail_sends:
             plan.fail(self.messages_to_fail, sends=self.num_fail_sends)
@@ -48,7 +69,17 @@ class FaultyTensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
 
 
 class FaultyTensorPipeAgent(TensorPipeAgent):
-    """An agent whose messages fail or come late, as its options say."""
+    """An agent whose messages fail or are delayed.
+
+    Args:
+        store: The store through which the workers find each other.
+        name: The worker's name.
+        rank: The worker's rank.
+        world_size: The number of workers; None if workers may join and leave.
+        opts: Which messages fail or are delayed.
+        reverse_device_maps: Accepted and ignored.
+        devices: Local devices used by calls.
+    """
 
     def __init__(
         self,
@@ -60,9 +91,9 @@ class FaultyTensorPipeAgent(TensorPipeAgent):
         reverse_device_maps: Mapping[str, Mapping[torch.device, torch.device]],
         devices: Sequence[torch.device],
     ) -> None:
-        judge = opts.plan().judge  # first, because it refuses what it does not know
+        policy = opts.plan().decide  # first, because it raises for unknown types
         super().__init__(store, name, rank, world_size, opts, reverse_device_maps, devices)
-        self.set_judge(judge)
+        self.peers.set_fault_policy(policy)
 
 
 from farprop.rpc._testing import faulty_agent_backend_registry  # noqa: E402, it needs the classes above

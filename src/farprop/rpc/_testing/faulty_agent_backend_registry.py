@@ -27,7 +27,7 @@ def _faulty_tensorpipe_construct_rpc_backend_options_handler(
 def _faulty_tensorpipe_init_backend_handler(
     store: dist.Store, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
 ) -> _testing.FaultyTensorPipeAgent:
-    backend_registry._check_kinds(store, rpc_backend_options, _testing.FaultyTensorPipeRpcBackendOptions)
+    backend_registry._check_types(store, rpc_backend_options, _testing.FaultyTensorPipeRpcBackendOptions)
     agent = _testing.FaultyTensorPipeAgent(store, name, rank, world_size, rpc_backend_options, {}, [])
     return backend_registry._start(agent)
 

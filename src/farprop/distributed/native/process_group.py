@@ -1,0 +1,285 @@
+"""The ready-made group: the backend ``farprop`` of ``torch.distributed``."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from farprop.config import Settings
+from farprop.distributed.arguments import as_list, as_lists, operation, root, time_limit
+from farprop.distributed.native.bootstrap import connect_group
+from farprop.distributed.native.collective_ops import Algorithms, CollectiveOp, CollectiveOps, Tensors
+from farprop.distributed.native.collective_queue import CollectiveQueue
+from farprop.distributed.native.hierarchical import Hierarchical
+from farprop.distributed.native.intra_node import IntraNode
+from farprop.distributed.native.mesh import Mesh
+from farprop.distributed.native.point_to_point import receive, send
+from farprop.distributed.native.shm_arena import ShmArena
+from farprop.distributed.process_group import ProcessGroup
+from farprop.distributed.reduction import Reduction
+from farprop.distributed.work import CompletedWork, Work, begin_profile_event, end_profile_event
+from farprop.errors import UsageError
+
+_MAX_SECONDS = 7 * 24 * 3600.0  # timedelta.max is more than system calls take
+_open_groups: weakref.WeakSet[NativeProcessGroup] = weakref.WeakSet()
+
+
+class NativeProcessGroup(ProcessGroup):
+    """The group of the backend ``farprop``, made by ``init_process_group``.
+
+    Ranks of one host reduce in shared memory; hosts talk over TCP.
+
+    Args:
+        store: where the ranks find each other.
+        rank: of this process in the group.
+        size: the number of ranks.
+        timeout: how long a collective may take if the call does not say.
+
+    Raises:
+        RendezvousError: not all ranks came in time, or they can't be a group.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(store, rank, size, timeout)
+        settings = Settings.from_env()
+        connections = connect_group(store, rank, size, settings, timeout.total_seconds())
+        hosts, memory = connections.hosts, connections.memory
+        self._arena: ShmArena | None = None
+        self._mesh = Mesh(
+            rank, connections.peers, settings.max_message_bytes, self._on_state_change, connections.limits
+        )
+        local = None
+        if memory is not None:
+            host = next(host for host in hosts if rank in host)
+            self._arena = ShmArena(host, host.index(rank), memory, connections.wakeup_fds, self._mesh.state)
+            local = IntraNode(self._arena)
+        algorithms: Algorithms = local if local and len(hosts) == 1 else Hierarchical(self._mesh, hosts, local)
+        self._ops = CollectiveOps(algorithms, rank, size)
+        self._queue = CollectiveQueue(f"farprop-collectives-rank{rank}")
+        self._reductions: dict[Any, Reduction] = {}
+        self._close_lock = threading.Lock()
+        self._is_closed = False
+        self._is_forked = False
+        _open_groups.add(self)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "farprop"
+
+    # Messages
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Work:
+        self._check_open()
+        return send(self._mesh, tensors[0], dst, tag, self.timeout)
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Work:
+        self._check_open()
+        return receive(self._mesh, tensors[0], src, tag, self.timeout)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Work:
+        self._check_open()
+        return receive(self._mesh, tensors[0], None, tag, self.timeout)
+
+    # Collectives
+
+    def barrier(self, opts: Any = None) -> Work:
+        return self._start("barrier", [], opts, [self._ops.barrier()], [])
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+        tensors, reduction = as_list(tensors), self._reduction(opts)
+        ops = [self._ops.allreduce(tensor, reduction) for tensor in tensors]
+        return self._start("all_reduce", tensors, opts, ops, tensors)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        return self.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+        tensors = as_list(tensors)
+        ops = [self._ops.broadcast(tensor, root(opts)) for tensor in tensors]
+        return self._start("broadcast", tensors, opts, ops, tensors)
+
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Work:
+        tensors = as_list(tensors)
+        reduction = self._reduction(opts if op is None and not isinstance(opts, int) else op)
+        ops = [self._ops.reduce(tensor, root(opts), reduction) for tensor in tensors]
+        return self._start("reduce", tensors, opts, ops, tensors)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+        lists, tensors = as_lists(outputs, inputs)
+        ops = [
+            self._ops.gather(lists[number] if lists else [], tensor, root(opts))
+            for number, tensor in enumerate(tensors)
+        ]
+        return self._start("gather", tensors, opts, ops, list(chain(*lists)))
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+        lists, tensors = as_lists(inputs, outputs)
+        ops = [
+            self._ops.scatter(tensor, lists[number] if lists else [], root(opts))
+            for number, tensor in enumerate(tensors)
+        ]
+        return self._start("scatter", list(chain(*lists)), opts, ops, tensors)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        lists, tensors = as_lists(outputs, inputs)
+        ops = [self._ops.allgather(output, tensor) for output, tensor in zip(lists, tensors, strict=True)]
+        return self._start("all_gather", tensors, opts, ops, list(chain(*lists)))
+
+    def allgather_coalesced(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        lists = [[output[number] for output in outputs] for number in range(len(inputs))]
+        return self.allgather(lists, inputs, opts)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        pairs = zip(outputs, inputs, strict=True)
+        ops = [self._ops.all_gather_single(*pair) for pair in pairs]
+        return self._start("all_gather", inputs, opts, ops, outputs)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+        lists, tensors = as_lists(inputs, outputs)
+        reduction = self._reduction(opts)
+        pairs = zip(tensors, lists, strict=True)
+        ops = [self._ops.reduce_scatter(*pair, reduction) for pair in pairs]
+        return self._start("reduce_scatter", list(chain(*lists)), opts, ops, tensors)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        reduction = self._reduction(opts)
+        pairs = zip(outputs, inputs, strict=True)
+        ops = [self._ops.reduce_scatter_single(*pair, reduction) for pair in pairs]
+        return self._start("reduce_scatter", inputs, opts, ops, outputs)
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        return self._start("all_to_all", inputs, opts, [self._ops.all_to_all(outputs, inputs)], outputs)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: Any = None,
+    ) -> Work:
+        collective = self._ops.all_to_all_single(output, input, output_split_sizes, input_split_sizes)
+        return self._start("all_to_all", [input], opts, [collective], [output])
+
+    # Running collectives
+
+    def _reduction(self, opts: Any) -> Reduction:
+        op = operation(opts)
+        kind = getattr(op, "op", op)
+        if kind == dist.ReduceOp.PREMUL_SUM:  # it has a factor of its own
+            return super()._reduction(opts)
+        if kind not in self._reductions:
+            self._reductions[kind] = super()._reduction(opts)
+        return self._reductions[kind]
+
+    def _start(self, name: str, inputs: Tensors, opts: Any, ops: Sequence[CollectiveOp], outputs: Tensors) -> Work:
+        self._check_open()
+        seconds = min(time_limit(opts, self.timeout).total_seconds(), _MAX_SECONDS)
+        event = begin_profile_event(name, inputs)
+
+        def job() -> None:
+            try:
+                for op in ops:
+                    self._run(op, seconds)
+            finally:
+                end_profile_event(event)
+
+        if not getattr(opts, "asyncOp", True) and self._queue.run_inline(job):
+            return CompletedWork(outputs)
+        work = Work()
+        self._queue.enqueue(job, work, outputs)
+        return work
+
+    def _run(self, op: CollectiveOp, seconds: float) -> None:
+        call = self._mesh.state.begin(op.fingerprint, seconds)
+        try:
+            op.run(call)
+        except BaseException as error:
+            # The other ranks would wait for this one in vain.
+            if self._arena is not None:
+                self._arena.withdraw()
+            self._mesh.state.fail_local(error)
+            raise
+
+    def _on_state_change(self) -> None:
+        if self._arena is not None:
+            self._arena.wake()
+
+    def _check_open(self) -> None:
+        if self._is_forked:
+            raise UsageError(
+                f"This process was forked from rank {self.rank()}, and is not of its group. Have the rank use it."
+            )
+        if self._is_closed:
+            raise UsageError("This group was destroyed. Make another one with init_process_group or new_group.")
+
+    # The end
+
+    def shutdown(self) -> None:
+        """Called by ``destroy_process_group``. Works that are not done yet fail, here and on the other ranks."""
+        with self._close_lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        if self._queue.is_busy:
+            self._mesh.state.fail_local(UsageError("the group was destroyed before it was done"))
+        self._queue.close()
+        self._mesh.close()
+        if self._arena is not None:
+            self._arena.close()
+
+    def leave(self) -> None:
+        """Say goodbye, and nothing else: this process ends."""
+        if not self._is_closed:
+            self._mesh.say_goodbye()
+
+    def abandon(self) -> None:
+        """In a forked child: close the descriptors, touch nothing else. The threads are the parent's."""
+        self._is_closed = self._is_forked = True
+        self._close_lock = threading.Lock()
+        self._mesh.abandon()
+        if self._arena is not None:
+            self._arena.close()
+
+    def abort(self) -> None:
+        """Have the other ranks give up, too, whatever they do."""
+        self._mesh.state.fail_local(UsageError("the group was aborted"))
+        self.shutdown()
+
+
+@atexit.register
+def _leave_at_exit() -> None:
+    """A program that ends without destroy_process_group has left, and not died."""
+    for group in list(_open_groups):
+        group.leave()
+
+
+def _after_fork_in_child() -> None:
+    """A forked child is not a rank. If it kept the connections open, nobody would notice when its parent dies."""
+    for group in list(_open_groups):
+        if not group._is_closed:
+            group.abandon()
+    _open_groups.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

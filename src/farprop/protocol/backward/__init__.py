@@ -1,0 +1,1 @@
+"""The protocol of distributed backward passes: one worker's state machine, and termination detection."""

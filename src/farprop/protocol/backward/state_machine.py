@@ -1,0 +1,338 @@
+"""One backward pass on one worker.
+
+A *source* is a send node of the local graph, for which gradients arrive, or the roots. A *target* is the send node of
+another worker that a local recv node got its tensors from. Rules that hold here:
+
+- A unit of the local graph runs once, when the gradients of all of its sources have arrived. Sources that are known to
+  be unused don't count.
+- One ``Run`` is performed at a time, so that the gradients that a unit waits for are computed when it runs. If no unit
+  has more than one source, several sources may use ``start_unshared`` concurrently.
+- The gradients for each target are sent once. A pass ends when its origin has all of the credit again and no worker is
+  blocked.
+- After a failure nothing is run or sent any more.
+
+Each event is a method, which returns the actions to perform. The machine is not thread-safe: the caller locks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from farprop.protocol.backward.credit_recovery import NONE, WHOLE, Credit
+
+ROOTS = 0  # the source for the gradients of the roots; other sources are autograd message ids, which are never 0
+
+
+class PassId(NamedTuple):
+    origin: int
+    number: int
+
+
+class Target(NamedTuple):
+    """The send node that a recv node got its tensors from. The gradients of these tensors go to it."""
+
+    worker: int
+    message_id: int
+
+
+class Unit(NamedTuple):
+    """The nodes that the same set of sources reaches, and the targets of the recv nodes among them."""
+
+    sources: frozenset[int]
+    targets: tuple[Target, ...]
+
+
+# By rank, whether a worker is blocked, with the number of its report. Later reports have higher numbers.
+Statuses = dict[int, tuple[int, bool]]
+
+
+class CreditShare(NamedTuple):
+    """Credit, and the reports of workers that became blocked or unblocked, which travel with it."""
+
+    credit: Credit
+    statuses: Statuses
+
+    def plus(self, other: CreditShare) -> CreditShare:
+        """Merge two shares, with the latest report of each worker."""
+        statuses = dict(self.statuses)
+        for worker, status in other.statuses.items():
+            if status > statuses.get(worker, (0, False)):
+                statuses[worker] = status
+        return CreditShare(self.credit.plus(other.credit), statuses)
+
+
+ALL = CreditShare(WHOLE, {})  # the origin's share at the start
+
+
+class Run(NamedTuple):
+    """Feed the gradients of ``source``, if any, to the graph, run these units, then call ``on_ran``."""
+
+    source: int | None
+    units: tuple[int, ...]
+    share: CreditShare
+
+
+class Send(NamedTuple):
+    """Send the gradients for this target."""
+
+    target: Target
+    share: CreditShare
+
+
+class GiveBack(NamedTuple):
+    """Return a share to the origin."""
+
+    share: CreditShare
+
+
+class Release(NamedTuple):
+    """Tell a blocked worker which of its sources are used."""
+
+    worker: int
+    used: frozenset[int]
+    share: CreditShare
+
+
+class Survey(NamedTuple):
+    """Find out which sends the roots reach, then call ``on_surveyed``."""
+
+
+class Stuck(NamedTuple):
+    """A FAST pass can't end: these workers wait for gradients that never come."""
+
+    workers: tuple[int, ...]
+
+
+class Ended(NamedTuple):
+    """The pass is complete on every worker."""
+
+
+PassAction = Run | Send | GiveBack | Release | Survey | Stuck | Ended
+
+
+def passed_on(share: CreditShare, targets: Sequence[Target]) -> list[PassAction]:
+    """Actions that send the gradients to all targets, with a share of the credit each.
+
+    The statuses travel with one of the shares. They are back at the origin when all of the credit is.
+    """
+    credits = share.credit.split(len(targets))
+    sends: list[PassAction] = [
+        Send(target, CreditShare(credit, {})) for target, credit in zip(targets, credits, strict=True)
+    ]
+    sends[0] = Send(targets[0], CreditShare(credits[0], share.statuses))
+    return sends
+
+
+class UnknownSource(Exception):
+    """Gradients arrived for an unknown source, or arrived twice."""
+
+
+class BackwardStateMachine:
+    """See the module's rules.
+
+    Args:
+        own_rank: the rank of this worker.
+        origin: the rank of the worker that called ``backward``.
+        fast: whether the pass uses the FAST algorithm, which expects gradients for every source.
+        units: the units of this worker's graph, as it is when the pass reaches the worker.
+        sources: the sources of that graph.
+    """
+
+    def __init__(self, own_rank: int, origin: int, fast: bool, units: Sequence[Unit], sources: frozenset[int]) -> None:
+        self.own_rank = own_rank
+        self.origin = origin
+        self.fast = fast
+        self.units = units
+        self.sources = sources
+        self.failed = False
+        self.ended = False
+        self._arrived: set[int] = set()
+        self._unused: set[int] = set()
+        self._started: set[int] = set()
+        self._missing: list[int] = []  # by unit, the number of its sources without gradients
+        self._waiting: dict[int, list[int]] = {}  # by source, the units that it belongs to
+        self._shared: list[int] = []  # units with more than one source
+        for number, unit in enumerate(units):
+            self._missing.append(len(unit.sources))
+            if len(unit.sources) > 1:
+                self._shared.append(number)
+            for source in unit.sources:
+                self._waiting.setdefault(source, []).append(number)
+        self._nothing_shared = not fast and not self._shared
+        self._running = False
+        self._queue: deque[tuple[int | None, frozenset[int], CreditShare]] = deque()
+        self._reported = (0, False)
+        self._recovered = NONE
+        self._statuses: Statuses = {}
+        self._used: Mapping[int, frozenset[int]] | None = None  # the sends that the roots reach
+        self._released: set[int] = set()  # ranks of the workers that a Release was sent to
+
+    # At any worker
+
+    def on_gradient(self, source: int, share: CreditShare) -> list[PassAction]:
+        """The gradients of a source arrived. At the origin, ``ROOTS`` is the first source, with ``ALL``."""
+        if self.failed:
+            return []
+        if source not in self.sources or source in self._arrived:
+            raise UnknownSource
+        self._arrived.add(source)
+        self._queue.append((source, frozenset((source,)), share))
+        return self._next()
+
+    def start_unshared(self, source: int) -> Sequence[Target] | None:
+        """The gradients of a source arrived; the fast path for graphs in which every unit has one source.
+
+        Returns:
+            The targets. The caller runs the unit of the source, then passes its share on with ``passed_on``, or with
+            ``done_with`` if there are no targets. None if the fast path does not apply: call ``on_gradient`` instead.
+        """
+        if not self._nothing_shared or self.failed or source not in self.sources or source in self._arrived:
+            return None
+        self._arrived.add(source)
+        (number,) = self._waiting[source]
+        self._missing[number] = 0
+        self._started.add(number)
+        return self.units[number].targets
+
+    def on_release(self, used: Iterable[int], share: CreditShare) -> list[PassAction]:
+        """The origin says which sources are used. No unit waits for the others any more."""
+        if self.failed:
+            return []
+        unused = self.sources - frozenset(used) - self._arrived - self._unused
+        self._unused |= unused
+        self._queue.append((None, unused, share))
+        return self._next()
+
+    def on_ran(self, run: Run) -> list[PassAction]:
+        """A ``Run`` was performed."""
+        if self.failed:
+            return []
+        self._running = False
+        following = self._next()
+        targets = [target for number in run.units for target in self.units[number].targets]
+        statuses = self._report_status(run.share.statuses)
+        if targets:
+            return [*passed_on(CreditShare(run.share.credit, statuses), targets), *following]
+        return [*self.done_with(CreditShare(run.share.credit, statuses)), *following]
+
+    def done_with(self, share: CreditShare) -> list[PassAction]:
+        """Return the share of an event that caused no further messages."""
+        return self.on_credit(share) if self.own_rank == self.origin else [GiveBack(share)]
+
+    def reach(self, sources: Iterable[int]) -> set[Target]:
+        """The targets that can be reached from any of these sources."""
+        wanted = set(sources)
+        return {target for unit in self.units if not wanted.isdisjoint(unit.sources) for target in unit.targets}
+
+    def fail(self) -> bool:
+        """Mark the pass as failed; False if it has failed or ended before."""
+        news = not self.failed and not self.ended
+        self.failed |= news
+        return news
+
+    @property
+    def blocked(self) -> bool:
+        """Whether a unit that is part of the pass waits for gradients."""
+        if self.fast:
+            return not self.sources <= self._arrived | self._unused
+        return any(
+            number not in self._started and not self._arrived.isdisjoint(self.units[number].sources)
+            for number in self._shared
+        )
+
+    @property
+    def active(self) -> bool:
+        """Whether the pass is running or waiting on this worker."""
+        return not self.failed and not self.ended and (self._running or self.blocked or self.own_rank == self.origin)
+
+    @property
+    def missing(self) -> frozenset[int]:
+        """The sources whose gradients have not arrived, and that are not known to be unused."""
+        return self.sources - self._arrived - self._unused
+
+    def _next(self) -> list[PassAction]:
+        if self._running or not self._queue:
+            return []
+        self._running = True
+        source, settled, share = self._queue.popleft()
+        return [Run(source, self._ready(settled), share)]
+
+    def _ready(self, settled: Iterable[int]) -> tuple[int, ...]:
+        ready: list[int] = []
+        for source in settled:
+            for number in self._waiting.get(source, ()):
+                self._missing[number] -= 1
+                # A unit without gradients for any of its sources is not part of the pass.
+                if not self._missing[number] and not self._arrived.isdisjoint(self.units[number].sources):
+                    self._started.add(number)
+                    ready.append(number)
+        return tuple(ready)
+
+    def _report_status(self, statuses: Statuses) -> Statuses:
+        """The statuses to send on, with this worker's own if it has changed since its last report."""
+        number, said = self._reported
+        blocked = self.blocked
+        if blocked == said:
+            return statuses
+        self._reported = number + 1, blocked
+        return {**statuses, self.own_rank: self._reported}
+
+    # At the origin
+
+    def on_credit(self, share: CreditShare) -> list[PassAction]:
+        """Credit returned to the origin."""
+        if self.failed or self.ended:
+            return []
+        if share is ALL and not self._statuses:
+            # One chain: all of the credit stayed together, and nobody was ever blocked.
+            self._recovered = WHOLE
+            self.ended = True
+            return [Ended()]
+        self._recovered = self._recovered.plus(share.credit)
+        for worker, status in share.statuses.items():
+            if status > self._statuses.get(worker, (0, False)):
+                self._statuses[worker] = status
+        if not self._recovered.is_whole:
+            return []
+        blocked = self._blocked_workers()
+        if not blocked:
+            self.ended = True
+            return [Ended()]
+        if self.fast:
+            return [Stuck(tuple(blocked))]
+        return [Survey()] if self._used is None else self._release()
+
+    def on_surveyed(self, used: Mapping[int, frozenset[int]]) -> list[PassAction]:
+        """The survey has found the sends that the roots reach, by worker."""
+        if self.failed or self.ended:
+            return []
+        self._used = used
+        return self._release()
+
+    def _release(self) -> list[PassAction]:
+        """Release the blocked workers that have not been released. The gradients that they send may block others."""
+        assert self._used is not None
+        blocked = [worker for worker in self._blocked_workers() if worker not in self._released]
+        assert blocked, "all blocked workers have been released, and nothing runs"
+        self._released.update(blocked)
+        credits = self._recovered.split(len(blocked))
+        self._recovered = NONE
+        return [
+            Release(worker, self._used.get(worker, frozenset()), CreditShare(credit, {}))
+            for worker, credit in zip(blocked, credits, strict=True)
+        ]
+
+    def _blocked_workers(self) -> list[int]:
+        return [worker for worker, (_, blocked) in sorted(self._statuses.items()) if blocked]
+
+    def validate(self) -> None:
+        for number, unit in enumerate(self.units):
+            queued = {source for _, settled, _ in self._queue for source in settled}
+            missing = unit.sources - ((self._arrived | self._unused) - queued)
+            assert self._missing[number] == len(missing), f"unit {number} miscounts its sources"
+            assert number not in self._started or not missing, f"unit {number} ran too early"
+        assert self._running or not self._queue, "a queued event does not run"
+        assert not (self.ended and self.missing and self.blocked), "the pass ended with work left"
+        assert not (self.ended and self.failed), "the pass ended and failed"

@@ -1,0 +1,139 @@
+"""The user side: references of this worker to values of other workers.
+
+A reference lives until the program has dropped it and the owner lists every fork made from it. Then the owner is told.
+"""
+
+from __future__ import annotations
+
+from farprop.ids import GlobalId
+from farprop.protocol.references.control_plane import ControlPlane
+from farprop.protocol.references.messages import Fork, Operation, OperationKind
+from farprop.protocol.references.records import (
+    UNCONFIRMED,
+    UNREGISTERED,
+    InstructionKind,
+    User,
+    UserEvent,
+    UserReference,
+)
+
+
+class UserSide:
+    """The references of this worker, by fork, until they have ended."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self._plane = plane
+        self.references: dict[GlobalId, UserReference] = {}
+
+    # remote()
+
+    def create(self, owner: int) -> UserReference:
+        rref, fork = self._plane.new_id(), self._plane.new_id()
+        reference = UserReference(owner, rref, fork, None, User.CREATING, exists=False)
+        self.references[fork] = reference
+        if owner in self._plane.dead:
+            self.move(reference, UserEvent.OWNER_DIED)
+        return reference
+
+    def made(self, reference: UserReference) -> None:
+        if reference.state in (User.CREATING, User.CREATING_DROPPED):
+            reference.exists = True
+            self.move(reference, UserEvent.MADE)
+
+    def unanswered(self, reference: UserReference, lost: bool) -> None:
+        if reference.state in (User.CREATING, User.CREATING_DROPPED):
+            if lost:
+                self._recall(reference)
+            self.move(reference, UserEvent.UNANSWERED)
+
+    def unsent(self, reference: UserReference) -> None:
+        if reference.state in (User.CREATING, User.CREATING_DROPPED):
+            if reference.early:  # its receivers may have made the owner wait for the call
+                self._recall(reference)
+            self.move(reference, UserEvent.UNSENT)
+
+    def _recall(self, reference: UserReference) -> None:
+        self._plane.post(reference.owner, Operation(OperationKind.RECALL, reference.rref, reference.fork))
+
+    def on_never_came(self, fork: GlobalId) -> None:
+        """The owner answers a RECALL: the call had not arrived, and will not be run."""
+        reference = self.references.get(fork)
+        if reference is not None and reference.state in (User.DOUBTFUL, User.DROPPED):
+            self.move(reference, UserEvent.NEVER_CAME)
+
+    # References that come in messages
+
+    def receive(self, fork: Fork, sender: int) -> UserReference:
+        """Take a fork of another worker's value. One that the owner sent is listed there already."""
+        from_owner = sender == fork.owner
+        state = User.CONFIRMED if from_owner else User.ARRIVED
+        reference = UserReference(fork.owner, fork.rref, fork.fork, sender, state, fork.exists)
+        self.references[fork.fork] = reference
+        if fork.owner in self._plane.dead:
+            self.move(reference, UserEvent.OWNER_DIED)
+        elif from_owner:
+            self._plane.post(sender, Operation(OperationKind.ACCEPT, fork.rref, fork.fork))
+        else:
+            self._plane.post(fork.owner, Operation(OperationKind.REGISTER, fork.rref, fork.fork, fork.exists))
+        return reference
+
+    def on_registered(self, fork: GlobalId, listed: bool) -> None:
+        """The owner answers a REGISTER: it lists the fork, or does not have the value."""
+        reference = self.references.get(fork)
+        if reference is not None and reference.state in UNREGISTERED:
+            reference.exists = reference.exists or listed
+            self.move(reference, UserEvent.REGISTERED if listed else UserEvent.REFUSED)
+
+    # The end
+
+    def move(self, reference: UserReference, event: UserEvent) -> None:
+        """Do an event's transition, and what follows from it."""
+        before = reference.state
+        reference.move(event)
+        if before in UNREGISTERED and reference.state not in UNREGISTERED:
+            self._plane.instruct(InstructionKind.SETTLED, reference)
+            self._release_parent(reference, event)
+        if reference.state is User.CONFIRMED:
+            self._plane.instruct(InstructionKind.CONFIRMED, reference)
+        elif reference.state is User.VOID:
+            self._plane.instruct(InstructionKind.VOID, reference)
+        elif reference.state is User.DROPPED:
+            self.release_if_free(reference)
+        elif reference.state is User.ENDED:
+            self.references.pop(reference.fork, None)
+
+    def _release_parent(self, reference: UserReference, event: UserEvent) -> None:
+        """Listed or not, the parent need not hold its own reference for this one any more."""
+        if reference.parent is not None:
+            orphans = reference.early and event is not UserEvent.REGISTERED
+            accept = Operation(OperationKind.ACCEPT, reference.rref, reference.fork, orphans)
+            self._plane.post(reference.parent, accept)
+
+    def release_if_free(self, reference: UserReference) -> None:
+        """End a dropped reference if no fork made from it depends on it."""
+        if reference.state is User.DROPPED and not reference.children:
+            kind = OperationKind.DELETE if reference.exists else OperationKind.FORGO
+            gone = Operation(kind, reference.rref, reference.fork, reference.orphans)
+            self._plane.post(reference.owner, gone)
+            self.move(reference, UserEvent.CHILDREN_SAFE)
+
+    def on_death(self, peer: int) -> None:
+        """Void the references to values of a dead worker."""
+        for reference in [r for r in self.references.values() if r.owner == peer and r.state is not User.VOID]:
+            self.move(reference, UserEvent.OWNER_DIED)
+
+    # Inspection
+
+    @property
+    def num_unconfirmed(self) -> int:
+        return sum(reference.state in UNCONFIRMED for reference in self.references.values())
+
+    def concerns(self, peer: int) -> bool:
+        return any(reference.owner == peer for reference in self.references.values())
+
+    def validate(self) -> None:
+        for fork, reference in self.references.items():
+            assert fork == reference.fork
+            assert reference.state is not User.ENDED
+            assert reference.state is not User.DROPPED or reference.children, "dropped, free, and still here"
+            assert reference.owner not in self._plane.dead or reference.state is User.VOID

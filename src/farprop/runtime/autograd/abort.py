@@ -1,0 +1,112 @@
+"""Aborts failed backward passes: the origin is notified, every worker undoes the pass, then the origin raises.
+
+Rules that hold here:
+
+- A worker that notices a failure stops its part of the pass, and reports the failure to the origin. It undoes nothing
+  by itself, because the pass may have ended.
+- Only the origin knows whether the pass has ended. It asks every worker that may know the pass to undo it. If a worker
+  on the way is gone, the origin asks all workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from farprop.errors import ConnectionLostError, FarpropError, UsageError
+from farprop.protocol.backward.state_machine import PassId
+from farprop.runtime.autograd.contexts import ContextContainer
+from farprop.runtime.autograd.engine import LocalPass
+from farprop.runtime.autograd.messages import OneWayCall, PeerCaller, ask
+from farprop.wire.message import Method
+
+_log = logging.getLogger(__name__)
+
+_ABORT_SECONDS = 5.0
+_TRIES = 3
+
+
+class PassAborter:
+    """Fails and undoes passes on one worker. ``fail_waiter`` fails the caller that waits for a pass started here."""
+
+    def __init__(
+        self,
+        own_rank: int,
+        peers: PeerCaller,
+        contexts: ContextContainer,
+        fail_waiter: Callable[[PassId, BaseException], None],
+    ) -> None:
+        self._own_rank = own_rank
+        self._peers = peers
+        self._contexts = contexts
+        self._fail_waiter = fail_waiter
+
+    def fail(self, local: LocalPass, error: BaseException) -> None:
+        """A pass failed on this worker: stop it here, and report the failure to its origin."""
+        if not self.stop(local):
+            return
+        if local.id.origin == self._own_rank:
+            self._fail_waiter(local.id, error)
+        else:
+            failure = self._peers.dialect.encode_failure(error, self._peers.name_of_rank(self._own_rank))
+            self._report(local.id, bytes(failure.payload), _TRIES)
+
+    def _report(self, pass_id: PassId, failure: bytes, tries: int) -> None:
+        def again(error: Exception) -> None:
+            _log.info("%s: can't tell worker %d of a failed pass: %s", self._peers.label, pass_id.origin, error)
+            if tries > 1:
+                self._report(pass_id, failure, tries - 1)
+
+        try:
+            args = self._peers.dialect.encode_call(None, (*pass_id, failure), {})
+            call = OneWayCall(self._peers, again)
+            self._peers.send_method(pass_id.origin, Method.PASS_FAILED, args, call, system=True)
+        except (FarpropError, OSError) as error:
+            again(error)
+
+    def stop(self, local: LocalPass) -> bool:
+        """Stop a pass on this worker; False if it has stopped or ended before."""
+        with local.lock:
+            return local.machine.fail()
+
+    def abort_everywhere(self, local: LocalPass) -> None:
+        """At the origin, have every worker that may know the pass undo it."""
+        self.stop(local)
+        local.undo()
+        asked = {self._own_rank}
+        waiting = local.context.known | local.partners
+        end = time.monotonic() + _ABORT_SECONDS
+        while waiting - asked:
+            worker = (waiting - asked).pop()
+            asked.add(worker)
+            waiting.update(self._ask_to_abort(worker, local, end))
+
+    def _ask_to_abort(self, worker: int, local: LocalPass, end: float) -> Iterable[int]:
+        """Ask a worker to undo the pass; returns other workers that may know it: all of them if the worker is gone."""
+        for _ in range(_TRIES):
+            try:
+                timeout = max(0.05, end - time.monotonic())
+                return list(ask(self._peers, worker, Method.ABORT, timeout, local.context.id, *local.id))
+            except ConnectionLostError as error:
+                _log.info("%s: can't tell worker %d that a pass failed: %s", self._peers.label, worker, error)
+            except Exception as error:
+                _log.warning("%s: could not tell worker %d that a pass failed: %s", self._peers.label, worker, error)
+                break
+        return self._peers.ranks()
+
+    def on_abort(self, caller: int, context_id: int, origin: int, number: int) -> list[int]:
+        """The origin aborts a pass: undo it here. Returns the other workers that may know the pass."""
+        pass_id = PassId(origin, number)
+        try:
+            context = self._contexts.find(context_id)
+        except UsageError:
+            return []
+        with context.lock:
+            context.aborted.add(pass_id)
+            local = context.passes.pop(pass_id, None)
+        if local is None:
+            return sorted(context.known)
+        self.stop(local)
+        local.undo()
+        return sorted(context.known | local.partners)

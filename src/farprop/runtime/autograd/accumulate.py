@@ -1,0 +1,102 @@
+"""Gradient accumulation at leaves, and hooks. Nothing is written to ``.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from farprop._torch import backward_hooks, post_accumulate_hooks, sparse_indices, sparse_values, use_count
+
+_ALONE = use_count(torch.empty(0))
+
+
+def has_hooks(node: Any) -> bool:
+    """Whether a leaf has hooks. They must see the complete gradient, once."""
+    leaf = node.variable
+    in_front, behind = hooks_of(node)
+    return bool(backward_hooks(leaf) or post_accumulate_hooks(leaf) or in_front or behind)
+
+
+def accumulated(leaf: torch.Tensor, old: torch.Tensor | None, gradient: torch.Tensor, is_alone: bool) -> torch.Tensor:
+    """Add a gradient to a leaf's sum.
+
+    Args:
+        leaf: the leaf.
+        old: the sum so far; None for the first gradient.
+        gradient: the gradient. The first one becomes the sum without a copy if nothing else refers to it and it has the
+            leaf's layout.
+        is_alone: whether no other edge of the pass has the same gradient.
+    """
+    if old is not None:
+        return add(old, gradient)
+    is_alone = is_alone and use_count(gradient) == _ALONE
+    if gradient.layout is not torch.strided:
+        if not gradient.is_sparse:
+            return gradient if is_alone else gradient.clone()
+        tidy = sparse_indices(gradient).is_contiguous() and sparse_values(gradient).is_contiguous()
+        return gradient if is_alone and tidy else gradient.clone()
+    if leaf.layout is not torch.strided:
+        return gradient.detach() if is_alone else gradient.detach().clone(memory_format=torch.contiguous_format)
+    if gradient.stride() == leaf.stride():
+        kept = gradient.detach() if gradient.requires_grad else gradient
+        return kept if is_alone else kept.clone()
+    return torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient.detach())
+
+
+def add(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """The sum of two gradients, sparse if both are. Out of place, because others may refer to either."""
+    return new + old if old.is_sparse and not new.is_sparse else old + new
+
+
+_KEY = "farprop.hooks"
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+def hooks_of(node: Any) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
+    """A node's live dictionaries of pre-hooks and post-hooks."""
+    metadata = node.metadata
+    hooks = metadata.get(_KEY)
+    if hooks is None:
+        hooks = metadata[_KEY] = _dictionary(node.register_prehook), _dictionary(node.register_hook)
+    return hooks  # type: ignore[no-any-return]
+
+
+def _dictionary(register: Any) -> Mapping[int, Any]:
+    handle = register(_nothing)
+    hooks = handle.hooks_dict_ref()
+    del hooks[handle.id]
+    return hooks  # type: ignore[no-any-return]
+
+
+def _nothing(*gradients: Any) -> None:
+    return None
+
+
+def run_in_front(hooks: Mapping[int, Any], gradients: Gradients) -> Gradients:
+    """Run the pre-hooks of a node; returns the gradients for the node."""
+    with torch.no_grad():
+        for hook in list(hooks.values()):
+            result = hook(gradients)
+            if result is not None:
+                gradients = result if isinstance(result, tuple) else (result,)
+    return gradients
+
+
+def run_behind(hooks: Mapping[int, Any], outputs: Gradients, gradients: Gradients) -> None:
+    """Run the post-hooks of a node. Their results are ignored."""
+    with torch.no_grad():
+        for hook in list(hooks.values()):
+            hook(outputs, gradients)
+
+
+def run_post_hooks(leaf: torch.Tensor, behind: Mapping[int, Any], gradient: torch.Tensor) -> None:
+    """After accumulation, run a leaf's post-accumulate-grad hooks, then the post-hooks of its node, as torch does."""
+    after = post_accumulate_hooks(leaf)
+    if after:
+        with torch.no_grad():
+            for hook in list(after.values()):
+                hook(leaf)
+    if behind:
+        run_behind(behind, (), (gradient,))

@@ -1,0 +1,253 @@
+"""Autograd contexts: one worker's part of a forward pass, and its gradients."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from farprop.errors import ProtocolError, UsageError
+from farprop.ids import GlobalId
+from farprop.locks import make_lock
+from farprop.protocol.backward.state_machine import ROOTS, PassId, Target
+from farprop.runtime.autograd import anomaly
+from farprop.runtime.autograd.accumulate import hooks_of
+from farprop.runtime.autograd.graph import Edge, Plan, Reach, reach_from
+from farprop.runtime.autograd.nodes import LEAF_TYPE, SendRpcBackward, is_recorded, make_receive
+from farprop.wire.codec import decode_with
+from farprop.wire.message import CONTEXT, AutogradHead, Message
+
+if TYPE_CHECKING:
+    from farprop.runtime.autograd.engine import LocalPass
+
+_R = TypeVar("_R")
+COUNTER_BITS = 48
+_REMEMBERED = 10_000
+
+current_context: ContextVar[Context | None] = ContextVar("farprop_autograd_context", default=None)
+
+
+def maker_of(context_id: int) -> int:
+    """The rank of the worker that made a context."""
+    return context_id >> COUNTER_BITS
+
+
+def global_id_of(context_id: int) -> GlobalId:
+    """The id of a context, as operations between workers have it."""
+    return GlobalId(maker_of(context_id), context_id & (1 << COUNTER_BITS) - 1)
+
+
+def context_id_of(global_id: GlobalId) -> int:
+    return (global_id.created_on << COUNTER_BITS) + global_id.local_id
+
+
+class Context:
+    """One autograd context on one worker. Methods may be called from any thread."""
+
+    def __init__(self, context_id: int, own_rank: int, new_message_id: Callable[[], int]) -> None:
+        self.id = context_id
+        self.own_rank = own_rank
+        self.sends: dict[int, SendRpcBackward] = {}
+        self.receives: dict[int, Any] = {}
+        self.known: set[int] = set()  # ranks of the workers that have to be told when the context ends
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.passes: dict[PassId, LocalPass] = {}
+        self.aborted: set[PassId] = set()
+        self.lock = make_lock("context")
+        self.is_released = False
+        self.call_traces: dict[int, str] = {}  # in anomaly mode, by send: the calls that led to it
+        self._new_message_id = new_message_id
+        self._newest: SendRpcBackward | None = None  # the last send, until its leaves are looked up
+        self._reaches: dict[int, Reach] = {}
+        self._plan: tuple[int, tuple[Edge, ...], Plan] | None = None
+
+    # Messages
+
+    def attach(
+        self,
+        message: Message,
+        to: int,
+        tensors: Sequence[torch.Tensor] | None,
+        answers: str = "",
+        placed: bool = False,
+    ) -> None:
+        """Add a message to this context before it is sent.
+
+        Args:
+            message: the message.
+            to: the rank that it goes to.
+            tensors: its tensors that require grad; None where grad is off.
+            answers: for an answer in anomaly mode, the call trace of its call.
+            placed: whether tensors change devices on the way.
+        """
+        if to != self.own_rank:
+            self.known.add(to)
+        message_id = 0
+        if tensors:
+            message_id = self._new_message_id()
+            self.sends[message_id] = self._newest = SendRpcBackward(tensors, placed)
+        call_trace = ""
+        if answers:
+            self.call_traces[message_id] = answers
+        elif anomaly.is_enabled():
+            if message_id:
+                self.call_traces[message_id] = anomaly.current_call_trace.get()
+            call_trace = anomaly.call_trace_from_here(f"worker {self.own_rank}")
+        message.autograd = AutogradHead(self.id, message_id, len(tensors or ()), call_trace)
+        message.flags |= CONTEXT
+
+    def receive(
+        self, sender: int, head: AutogradHead, refs: Sequence[Any], decoder: Callable[..., _R], *args: Any
+    ) -> _R:
+        """Decode a message of this context. Its tensors that require grad become outputs of a recv node.
+
+        Args:
+            sender: the rank of the sender.
+            head: the message's autograd head.
+            refs: the references of the message.
+            decoder: called with ``args``.
+            args: the decoder's arguments.
+
+        Returns:
+            The decoder's result.
+
+        Raises:
+            ProtocolError: the number of tensors differs from that in the head.
+        """
+        if sender != self.own_rank:
+            self.known.add(sender)
+        if not head.message_id or self.is_released:
+            return decode_with(refs, None, decoder, *args) if refs else decoder(*args)
+        tensors: list[torch.Tensor] = []
+        value = decode_with(refs, tensors, decoder, *args)
+        if len(tensors) != head.tensors:
+            raise ProtocolError(f"a message should have {head.tensors} tensors that require grad, not {len(tensors)}")
+        node = make_receive(tensors, self.id, Target(sender, head.message_id))
+        if node is not None:
+            self.receives[head.message_id] = node
+        return value
+
+    # The graph
+
+    def look_at_leaves(self) -> None:
+        """During a call, look up the graph edges of sent leaves, which a backward pass will need."""
+        send, self._newest = self._newest, None
+        if send is not None and is_recorded():
+            for node, _ in send.next_functions:
+                if type(node) is LEAF_TYPE:
+                    hooks_of(node)
+
+    def plan(self, roots: tuple[Edge, ...], again: bool) -> Plan:
+        """How the sends and these roots share the graph.
+
+        Args:
+            roots: the edges that the pass starts from.
+            again: whether another pass may start from the same roots.
+
+        Returns:
+            The plan. It is cached if it is constant.
+        """
+        known = self._plan
+        if known is not None and known[0] == len(self.sends) and known[1] == roots:
+            return known[2]
+        sources: dict[int, Reach] = {}
+        for message_id in list(self.sends):
+            reach = self._reaches.get(message_id)
+            if reach is None:
+                send = self.sends[message_id]
+                reach = reach_from(send.edges or send.next_functions, self.id)
+                self._reaches[message_id] = reach
+            sources[message_id] = reach
+        if roots:
+            sources[ROOTS] = reach_from(roots, self.id)
+        plan = Plan(sources)
+        # The plan keeps the roots' graph alive, so it is cached only if another pass may follow.
+        if plan.is_constant and (again or not roots):
+            self._plan = len(plan.sources) - bool(roots), roots, plan
+        return plan
+
+    # Under torch's names, for users and tests
+
+    def _context_id(self) -> int:
+        return self.id
+
+    def _send_functions(self) -> dict[int, Any]:
+        return dict(self.sends)
+
+    def _recv_functions(self) -> dict[int, Any]:
+        return dict(self.receives)
+
+    def _known_worker_ids(self) -> set[int]:
+        return set(self.known)
+
+    def __repr__(self) -> str:
+        return (
+            f"<autograd context {self.id} of worker {maker_of(self.id)}: {len(self.sends)} sends, "
+            f"{len(self.receives)} receives, {len(self.gradients)} gradients>"
+        )
+
+
+class ContextContainer:
+    """All contexts of a worker."""
+
+    def __init__(self, own_rank: int, numbers: Iterator[int] | None = None) -> None:
+        """``numbers`` yields the local parts of ids; by default they are counted."""
+        self._own_rank = own_rank
+        self._base = own_rank << COUNTER_BITS
+        self._lock = make_lock("contexts")
+        self._contexts: dict[int, Context] = {}
+        self.get = self._contexts.get  # returns the context with an id, or None
+        self._ended: OrderedDict[int, None] = OrderedDict()  # so that a late message does not create one again
+        self._context_numbers = itertools.count(1) if numbers is None else numbers
+        self._message_numbers = itertools.count(1) if numbers is None else numbers
+
+    @property
+    def max_id(self) -> int:
+        return self._base + (1 << COUNTER_BITS) - 1
+
+    def new_message_id(self) -> int:
+        return self._base + next(self._message_numbers)
+
+    def new(self) -> Context:
+        context = Context(self._base + next(self._context_numbers), self._own_rank, self.new_message_id)
+        self._contexts[context.id] = context
+        return context
+
+    def find(self, context_id: int) -> Context:
+        context = self._contexts.get(context_id)
+        if context is None:
+            ended = " It has ended." if context_id in self._ended else ""
+            raise UsageError(f"Could not find autograd context with id: {context_id}.{ended}")
+        return context
+
+    def meet(self, context_id: int) -> Context | None:
+        """The context of a message that arrived; made if it is unknown, None if it has ended."""
+        context = self._contexts.get(context_id)
+        if context is None:
+            with self._lock:
+                context = self._contexts.get(context_id)
+                # One of ours that is not there has ended, however long ago that was.
+                if context is None and context_id not in self._ended and maker_of(context_id) != self._own_rank:
+                    context = self._contexts[context_id] = Context(context_id, self._own_rank, self.new_message_id)
+        return context
+
+    def release(self, context_id: int) -> Context | None:
+        """Remove a context; returns it, or None if there was none."""
+        with self._lock:
+            context = self._contexts.pop(context_id, None)
+            self._ended[context_id] = None
+            if len(self._ended) > _REMEMBERED:
+                self._ended.popitem(last=False)
+        if context is not None:
+            context.is_released = True
+        return context
+
+    def all(self) -> list[Context]:
+        return list(self._contexts.values())
+
+    def __len__(self) -> int:
+        return len(self._contexts)

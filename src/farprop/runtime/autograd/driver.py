@@ -1,0 +1,642 @@
+"""Drives backward passes: this worker's contexts, the passes that run through them, and their messages.
+
+Rules that hold here:
+
+- A pass's state machine is touched under the pass's lock; graphs run and messages are sent outside of it.
+- The thread that reports an event to the machine performs the actions that the machine returns, and those that follow
+  from them. No thread waits for another, except for the thread that called ``backward``.
+- A source that shares no nodes with others takes a fast path (``start_unshared``) at the top of ``_start`` and
+  ``on_gradients``. All other cases use the machine's actions and ``_perform``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from farprop.errors import BackwardError, ConnectionLostError, FarpropError, ProtocolError, RpcTimeoutError, UsageError
+from farprop.ids import unguessable
+from farprop.protocol.backward.credit_recovery import NONE
+from farprop.protocol.backward.state_machine import (
+    ALL,
+    ROOTS,
+    CreditShare,
+    Ended,
+    GiveBack,
+    PassAction,
+    PassId,
+    Release,
+    Run,
+    Send,
+    Survey,
+    Target,
+    UnknownSource,
+    passed_on,
+)
+from farprop.runtime.autograd.abort import PassAborter
+from farprop.runtime.autograd.contexts import COUNTER_BITS, Context, ContextContainer, maker_of
+from farprop.runtime.autograd.engine import PASS, SEND, Gradient, LocalPass, Outgoing, profiled
+from farprop.runtime.autograd.graph import Edge
+from farprop.runtime.autograd.messages import OneWayCall, PeerCaller, ask
+from farprop.runtime.client_connection import FutureCall
+from farprop.runtime.sync import Waker
+from farprop.wire.message import ANSWER, GradientAnswer, GradientPart, Message, Method, PassHead
+from farprop.wire.tensors import DeviceMapRequired
+
+_log = logging.getLogger(__name__)
+
+_ASK_SECONDS = 20.0
+_SMALL = 16 * 1024
+
+
+class PassWaiter:
+    """The thread that called ``backward``, and the actions that it waits for."""
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.deadline = time.monotonic() + timeout if timeout else 0.0
+        self.error: BaseException | None = None
+        self._events: deque[PassAction] = deque()
+        self._waker: Waker | None = None  # made when the thread first waits: a chain ends without a wait
+
+    def tell(self, action: PassAction) -> None:
+        self._events.append(action)
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        if self.error is None:
+            self.error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waker is not None:
+            self._waker.wake()
+
+    def next(self, peers: PeerCaller) -> PassAction | None:
+        """Wait for the next action; returns None when the time is up, raises if the pass failed."""
+        while self.error is None:
+            if self._events:
+                return self._events.popleft()
+            if self._waker is None:
+                self._waker = Waker()
+                continue  # the waking thread reads the waker last, so it may have missed the new one: check again
+            left = self.deadline - time.monotonic() if self.deadline else -1.0
+            if self.deadline and left <= 0:
+                return None
+            with peers.blocked():
+                self._waker.wait(timeout=left)
+        raise self.error
+
+
+class _GradientCall(FutureCall):
+    """A call that sends gradients to another worker. The answer may hold gradients for this one."""
+
+    __slots__ = ("_driver", "_local")
+
+    def __init__(self, driver: BackwardDriver, local: LocalPass, timeout: float) -> None:
+        super().__init__(timeout)
+        self._driver = driver
+        self._local = local
+
+    def finish(self, answer: Message | None, error: Exception | None) -> None:
+        self._driver.on_answer(self._local, answer, error)
+
+
+class BackwardDriver:
+    """This worker's part in distributed autograd. Methods may be called from any thread."""
+
+    def __init__(self, own_rank: int, peers: PeerCaller) -> None:
+        self.own_rank = own_rank
+        # In a restricted job the ids of contexts are secret: a worker takes part only in contexts that it was told of.
+        self.contexts = ContextContainer(own_rank, unguessable(COUNTER_BITS) if peers.dialect.restricted else None)
+        self.aborter = PassAborter(own_rank, peers, self.contexts, self._fail_waiter)
+        self._peers = peers
+        self._waiters: dict[PassId, PassWaiter] = {}  # by pass, for passes that were started here
+        self._numbers = itertools.count(1)
+
+    # Starting a pass
+
+    def backward(self, context_id: int, roots: Sequence[Any], keep_graph: bool, fast: bool, timeout: float) -> None:
+        """Run the backward pass of a context from these scalars. Returns when it has ended everywhere.
+
+        Raises:
+            UsageError: there is no such context, or the roots can't be differentiated.
+            RpcTimeoutError: the pass did not end in time.
+            BackwardError: it failed on another worker.
+        """
+        context = self.contexts.find(context_id)
+        if not roots:
+            raise UsageError("No tensors provided for gradient computation.")
+        edges: list[Edge] = []
+        gradients: list[Gradient] = []
+        for root in roots:
+            edges.append(_edge_of(root))
+            gradients.append(torch.ones_like(root, requires_grad=False))
+        self.backward_from_edges(context, tuple(edges), gradients, keep_graph, fast, timeout)
+
+    def backward_from_edges(
+        self,
+        context: Context,
+        edges: tuple[Edge, ...],
+        gradients: list[Gradient],
+        keep_graph: bool,
+        fast: bool,
+        timeout: float,
+    ) -> None:
+        """Run a backward pass from edges of the graph, with a gradient for each."""
+        pass_id = PassId(self.own_rank, next(self._numbers))
+        _log.debug("%s: backward pass %d of context %d begins", self._peers.label, pass_id.number, context.id)
+        anomaly = torch.is_anomaly_enabled()
+        local = LocalPass(context, self.own_rank, pass_id, fast, keep_graph, anomaly, edges)
+        waiter = self._waiters[pass_id] = PassWaiter(timeout)
+        context.passes[pass_id] = local
+        try:
+            with profiled(PASS):
+                if not self._start(local, gradients, waiter):
+                    self._wait(local, waiter)
+        except BaseException as error:
+            self.aborter.abort_everywhere(local)
+            if waiter.error is None or not isinstance(error, Exception):
+                raise
+            raise waiter.error from None
+        finally:
+            del self._waiters[pass_id]
+            context.passes.pop(pass_id, None)
+
+    def _start(self, local: LocalPass, gradients: Sequence[Gradient], waiter: PassWaiter) -> bool:
+        """Run the pass from its roots, as far as this thread can; returns whether it has ended."""
+        source = ROOTS
+        while (targets := local.start_unshared(source)) is not None:
+            outgoing = local.run_unshared(source, gradients)
+            if len(targets) != 1 or targets[0].worker == self.own_rank:
+                actions = self._follow(local, targets, outgoing, ALL)
+                break
+            target = targets[0]
+            answer, gradients = self._exchange(local, target, ALL, outgoing.get(target, ()), waiter.deadline)
+            parts = answer.parts
+            if len(parts) != 1 or parts[0].share is not ALL or answer.credit is not None:
+                actions = self._take_answer(local, answer, gradients)
+                break
+            source = parts[0].message_id  # a chain: all of the credit returned, with gradients for one send
+        else:
+            actions = self._on_gradient(local, source, gradients, ALL)
+        return self._perform(local, actions, waiter)
+
+    def _wait(self, local: LocalPass, waiter: PassWaiter) -> None:
+        while True:
+            action = waiter.next(self._peers)
+            if action is None:
+                raise RpcTimeoutError(_out_of_time(local, waiter.timeout))
+            if isinstance(action, Ended):
+                return
+            if isinstance(action, Survey):
+                used = self._survey(local, waiter.deadline)
+                with local.lock:
+                    actions = local.machine.on_surveyed(used)
+                if self._perform(local, actions, waiter):
+                    return
+
+    # Performing the machine's actions
+
+    def _perform(
+        self,
+        local: LocalPass,
+        actions: list[PassAction],
+        waiter: PassWaiter | None = None,
+        back_to: int | None = None,
+        reply: _Reply | None = None,
+    ) -> bool:
+        """Perform actions, and those that follow from them.
+
+        Args:
+            local: the pass.
+            actions: the actions.
+            waiter: given by the thread that called ``backward``.
+            back_to: the rank of the worker that ``reply`` goes to.
+            reply: collects the gradients and the credit for that worker.
+
+        Returns:
+            Whether the pass has ended, for the thread that called ``backward``.
+        """
+        ended = False
+        sends: deque[Send] = deque()
+        todo = deque(actions)
+        while (todo or sends) and not local.machine.failed:
+            if not todo:
+                target, share = sends.popleft()
+                gradients = local.take_gradients(target)
+                # This message carries all of the credit: no other message of the pass is in flight anywhere.
+                if waiter is not None and share.credit.is_whole:
+                    answer, came = self._exchange(local, target, share, gradients, waiter.deadline)
+                    todo.extend(self._take_answer(local, answer, came))
+                else:
+                    message = self._gradient_message(local, target, share, gradients)
+                    call = _GradientCall(self, local, self._peers.rpc_timeout)
+                    self._peers.send_method(target.worker, Method.GRADIENTS, message, call, system=False)
+                continue
+            action = todo.popleft()
+            if isinstance(action, Run):
+                todo.extend(self._run(local, action))
+            elif isinstance(action, Send):
+                target = action.target
+                if target.worker == back_to and reply is not None:
+                    reply.add(target.message_id, action.share, local.take_gradients(target))
+                elif target.worker == self.own_rank:
+                    gradients = local.take_gradients(target)
+                    todo.extend(self._on_gradient(local, target.message_id, gradients, action.share))
+                else:
+                    sends.append(action)
+            elif isinstance(action, GiveBack):
+                if back_to == local.id.origin and reply is not None:
+                    reply.add_credit(action.share)
+                else:
+                    self._notify(local, local.id.origin, Method.RETURN_CREDIT, self._head(local, 0, action.share))
+            elif isinstance(action, Release):
+                todo.extend(self._release(local, action))
+            elif waiter is not None and isinstance(action, Ended):
+                ended = True
+            else:
+                found = self._waiters.get(local.id)
+                if found is not None:
+                    found.tell(action)
+        return ended
+
+    def _follow(
+        self, local: LocalPass, targets: Sequence[Target], outgoing: Outgoing, share: CreditShare
+    ) -> list[PassAction]:
+        """The actions that follow when an unshared source has run."""
+        if targets:
+            local.store_outgoing(outgoing)
+            return passed_on(share, targets)
+        with local.lock:
+            return local.machine.done_with(share)
+
+    def _run(self, local: LocalPass, run: Run) -> list[PassAction]:
+        if run.source:
+            with profiled(SEND):
+                local.run(run)
+        else:
+            local.run(run)
+        with local.lock:
+            return local.machine.on_ran(run)
+
+    def _on_gradient(
+        self, local: LocalPass, message_id: int, gradients: Sequence[Gradient], share: CreditShare
+    ) -> list[PassAction]:
+        """Gradients for the roots or one of our sends arrived; an empty list if none of its tensors was used."""
+        local.store(message_id, gradients)
+        with local.lock:
+            try:
+                return local.machine.on_gradient(message_id, share)
+            except UnknownSource:
+                raise FarpropError(
+                    f"worker {self.own_rank} got gradients for message {message_id} of context {local.context.id}, "
+                    "which it did not send, or got them twice"
+                ) from None
+
+    def _release(self, local: LocalPass, action: Release) -> list[PassAction]:
+        if action.worker == self.own_rank:
+            with local.lock:
+                return local.machine.on_release(action.used, action.share)
+        local.partners.add(action.worker)
+        self._notify(local, action.worker, Method.RELEASE, self._head(local, 0, action.share), *action.used)
+        return []
+
+    def _survey(self, local: LocalPass, deadline: float) -> dict[int, frozenset[int]]:
+        """All sends that the roots reach, by worker."""
+        found: dict[int, set[int]] = {}
+        news = local.machine.reach([ROOTS])
+        while news:
+            asked: dict[int, list[int]] = {}
+            for worker, message_id in news:
+                message_ids = found.setdefault(worker, set())
+                if message_id not in message_ids:
+                    message_ids.add(message_id)
+                    asked.setdefault(worker, []).append(message_id)
+            news = set()
+            for worker, new_ids in asked.items():
+                news |= self._ask_reach(local, worker, new_ids, deadline)
+        return {worker: frozenset(message_ids) for worker, message_ids in found.items()}
+
+    def _ask_reach(self, local: LocalPass, worker: int, message_ids: list[int], deadline: float) -> set[Target]:
+        if worker == self.own_rank:
+            return local.machine.reach(message_ids)
+        head = self._head(local, 0, CreditShare(NONE, {}))
+        flat = ask(self._peers, worker, Method.SURVEY, _seconds_to(deadline), head, *message_ids)
+        return {Target(worker, message_id) for worker, message_id in zip(flat[::2], flat[1::2], strict=True)}
+
+    # Outgoing messages
+
+    def _head(self, local: LocalPass, message_id: int, share: CreditShare) -> bytes:
+        oldest = 0
+        if local.id.origin == self.own_rank:
+            oldest = local.id.number
+            for origin, number in local.context.passes:
+                if origin == self.own_rank and number < oldest:
+                    oldest = number
+        return PassHead(
+            local.context.id, message_id, local.id, oldest, local.fast, local.keep_graph, local.anomaly, share
+        ).pack()
+
+    def _gradient_message(
+        self, local: LocalPass, target: Target, share: CreditShare, gradients: Sequence[Gradient]
+    ) -> Message:
+        local.partners.add(target.worker)
+        return self._encode(self._head(local, target.message_id, share), gradients)
+
+    def _encode(self, head: bytes, gradients: Sequence[Gradient]) -> Message:
+        """Encode a head and gradients. A gradient that occurs twice (``a + b`` has one for both) is sent once."""
+        items: list[Any] = [head]
+        places: dict[int, int] = {}
+        for place, gradient in enumerate(gradients):
+            if gradient is None:
+                items.append(None)
+                continue
+            first = places.setdefault(id(gradient), place)
+            if first != place:
+                items.append(first)
+            elif gradient.layout is torch.strided and not gradient.is_contiguous() and gradient.nbytes <= _SMALL:
+                items.append(gradient.contiguous())  # such as the expanded gradient of sum()
+            else:
+                items.append(gradient)
+        try:
+            return self._peers.dialect.encode_call(None, tuple(items), {})
+        except DeviceMapRequired:
+            # Gradients travel as copies on the CPU. The receiver moves them to the devices of its tensors.
+            on_cpu = [item.cpu() if isinstance(item, torch.Tensor) else item for item in items]
+            return self._peers.dialect.encode_call(None, tuple(on_cpu), {})
+
+    def _exchange(
+        self, local: LocalPass, target: Target, share: CreditShare, gradients: Sequence[Gradient], deadline: float
+    ) -> tuple[GradientAnswer, Sequence[Gradient]]:
+        """Send gradients and wait for the answer."""
+        message = self._gradient_message(local, target, share, gradients)
+        timeout = _seconds_to(deadline) if deadline else 0.0
+        answer = self._peers.call_method(target.worker, Method.GRADIENTS, message, timeout, system=False)
+        return self._decode(answer)
+
+    def _decode(self, answer: Message) -> tuple[GradientAnswer, Sequence[Gradient]]:
+        dialect = self._peers.dialect
+        if answer.kind != ANSWER:
+            raise dialect.decode_failure(answer.payload)
+        (head, *items), _ = dialect.decode_call(answer.payload, answer.buffers, answer.flags)
+        return GradientAnswer.parse(head), restored(items)
+
+    def _notify(self, local: LocalPass, worker: int, method: Method, *args: Any) -> None:
+        call = OneWayCall(self._peers, lambda error: self.aborter.fail(local, error))
+        self._peers.send_method(worker, method, self._peers.dialect.encode_call(None, args, {}), call, system=False)
+
+    # Incoming answers
+
+    def _take_answer(self, local: LocalPass, answer: GradientAnswer, gradients: Sequence[Gradient]) -> list[PassAction]:
+        actions: list[PassAction] = []
+        at = 0
+        for message_id, share, count in answer.parts:
+            actions += self._on_gradient(local, message_id, gradients[at : at + count], share)
+            at += count
+        if answer.credit is not None:
+            with local.lock:
+                actions += local.machine.on_credit(answer.credit)
+        return actions
+
+    def on_answer(self, local: LocalPass, answer: Message | None, error: Exception | None) -> None:
+        """The answer to gradients that this worker sent arrived, or the call failed."""
+        try:
+            if answer is None:
+                assert error is not None
+                raise error
+            self._perform(local, self._take_answer(local, *self._decode(answer)))
+        except Exception as raised:
+            self.aborter.fail(local, raised)
+
+    # Incoming messages. ``caller`` is the rank of the caller.
+
+    def methods(self) -> dict[Method, Callable[..., Any]]:
+        return {
+            Method.GRADIENTS: self.on_gradients,
+            Method.RETURN_CREDIT: self.on_credit,
+            Method.RELEASE: self.on_release,
+            Method.SURVEY: self.on_survey,
+            Method.PASS_FAILED: self.on_pass_failed,
+            Method.ABORT: self.aborter.on_abort,
+            Method.CONTEXT_EXISTS: self.on_context_exists,
+        }
+
+    def on_gradients(self, caller: int, data: bytes, *items: Any) -> Message:
+        """Gradients arrived. The answer holds the gradients for the caller."""
+        head = PassHead.parse(data)
+        _log.debug("%s: gradients of pass %s from rank %d", self._peers.label, head.pass_id, caller)
+        gradients = restored(items)
+        local = self._local(head)
+        local.partners.add(caller)
+        try:
+            targets = local.start_unshared(head.message_id)
+            if targets is not None:
+                outgoing = local.run_unshared(head.message_id, gradients)
+                if len(targets) == 1 and targets[0].worker == caller:
+                    back = outgoing.get(targets[0], ())
+                    part = GradientPart(targets[0].message_id, head.share, len(back))
+                    return self._encode(GradientAnswer((part,), None).pack(), back)
+                actions = self._follow(local, targets, outgoing, head.share)
+            else:
+                actions = self._on_gradient(local, head.message_id, gradients, head.share)
+            reply = _Reply()
+            self._perform(local, actions, back_to=caller, reply=reply)
+            return self._encode(GradientAnswer(reply.parts, reply.credit).pack(), reply.gradients)
+        except BaseException as error:
+            self.aborter.stop(local)
+            if isinstance(error, BackwardError):
+                _log.warning("%s: a backward pass failed: %s", self._peers.label, error, exc_info=error)
+            raise
+
+    def _local(self, head: PassHead) -> LocalPass:
+        context = self.contexts.get(head.context_id) or self.contexts.find(head.context_id)
+        pass_id = head.pass_id
+        with context.lock:
+            local = context.passes.get(pass_id)
+            if local is not None:
+                return local
+            if pass_id in context.aborted or pass_id.origin == self.own_rank:
+                raise FarpropError(f"The backward pass of context {context.id} has ended with an error.")
+            if context.passes:
+                for old in [i for i in context.passes if i.origin == pass_id.origin and i.number < head.oldest]:
+                    del context.passes[old]
+        local = LocalPass(context, self.own_rank, pass_id, head.fast, head.keep_graph, head.anomaly)
+        with context.lock:
+            if pass_id in context.aborted:
+                raise FarpropError(f"The backward pass of context {context.id} has ended with an error.")
+            return context.passes.setdefault(pass_id, local)
+
+    def on_credit(self, caller: int, data: bytes) -> None:
+        """Credit returned to this worker, the origin of the pass."""
+        head = PassHead.parse(data)
+        local = self.contexts.find(head.context_id).passes.get(head.pass_id)
+        if local is not None:  # None if the pass has failed meanwhile
+            with local.lock:
+                actions = local.machine.on_credit(head.share)
+            self._perform(local, actions)
+
+    def on_release(self, caller: int, data: bytes, *used: int) -> None:
+        """The origin says which of this worker's sends are used. No unit has to wait for the others."""
+        head = PassHead.parse(data)
+        local = self._local(head)
+        try:
+            with local.lock:
+                actions = local.machine.on_release(used, head.share)
+            self._perform(local, actions)
+        except BaseException:
+            self.aborter.stop(local)
+            raise
+
+    def on_survey(self, caller: int, data: bytes, *message_ids: int) -> list[int]:
+        """The targets that can be reached from these sends, as a flat list of ranks and message ids."""
+        local = self._local(PassHead.parse(data))
+        with local.lock:
+            return [number for target in local.machine.reach(message_ids) for number in target]
+
+    def on_context_exists(self, caller: int, context_id: int) -> bool:
+        """Whether a context of ours still exists. If so, the caller will be told when it ends."""
+        context = self.contexts.meet(context_id)
+        if context is not None:
+            context.known.add(caller)
+        return context is not None
+
+    def on_pass_failed(self, caller: int, origin: int, number: int, failure: bytes) -> None:
+        """Another worker reports that a pass of ours failed."""
+        self._fail_waiter(PassId(origin, number), self._peers.dialect.decode_failure(failure))
+
+    def _fail_waiter(self, pass_id: PassId, error: BaseException) -> None:
+        """Raise an error in the thread that waits for the pass. If the pass has ended, there is none."""
+        waiter = self._waiters.get(pass_id)
+        if waiter is not None:
+            waiter.fail(error)
+
+    # Contexts that end, workers that die
+
+    def release(self, context_id: int, told_by: int | None = None) -> None:
+        """End a context here, and on every worker that this one exchanged messages of it with, except ``told_by``."""
+        context = self.contexts.release(context_id)
+        if context is None:
+            return
+        for worker in context.known - {told_by}:
+            self._peers.clean_up(worker, context_id)
+        for local in list(context.passes.values()):
+            if local.machine.active:
+                text = f"Could not find autograd context with id: {context_id}. It has ended, during a backward pass."
+                self.aborter.fail(local, UsageError(text))
+
+    def on_connection_lost(self, rank: int) -> None:
+        """The connection to a worker broke: messages in flight may be lost, so passes with it fail."""
+        for context in self.contexts.all():
+            for local in list(context.passes.values()):
+                # Our part may be done, but gradients that we sent may be lost. If the pass has ended, this is ignored.
+                if rank in local.partners and not local.machine.failed and not local.machine.ended:
+                    name = self._peers.name_of_rank(rank)
+                    error = ConnectionLostError(f"The connection to {name} was lost during a backward pass.")
+                    self._peers.submit(self.aborter.fail, local, error)
+
+    def on_death(self, rank: int) -> None:
+        """A worker is dead: its contexts and passes end, and it will not tell others when a context ends."""
+        for context in self.contexts.all():
+            for pass_id, local in list(context.passes.items()):
+                if pass_id.origin == rank and local.machine.active:
+                    self.aborter.stop(local)
+                    local.undo()
+            maker = maker_of(context.id)
+            if maker == rank:
+                self.release(context.id)
+            elif maker != self.own_rank and rank in context.known:
+                self._peers.submit(self._ask_maker, context.id, maker)
+
+    def _ask_maker(self, context_id: int, maker: int) -> None:
+        """The worker that brought a context here is dead: end the context if its creator does not have it any more."""
+        try:
+            exists = ask(self._peers, maker, Method.CONTEXT_EXISTS, _ASK_SECONDS, context_id)
+        except Exception as error:
+            _log.info("%s: can't ask worker %d for context %d: %s", self._peers.label, maker, context_id, error)
+            return
+        if not exists:
+            self.release(context_id)
+
+    def concerned_with(self, rank: int) -> bool:
+        """Whether the death of a worker would change anything here."""
+        return any(rank in context.known or maker_of(context.id) == rank for context in self.contexts.all())
+
+    def debug_info(self) -> dict[str, int]:
+        """Counts, under torch's names."""
+        passes = [local for context in self.contexts.all() for local in list(context.passes.values())]
+        return {
+            "num_current_backward_passes": sum(local.machine.active for local in passes),
+            "num_autograd_contexts": len(self.contexts),
+        }
+
+
+class _Reply:
+    """Collects the gradients and the credit of an answer."""
+
+    __slots__ = ("credit", "gradients", "parts")
+
+    def __init__(self) -> None:
+        self.parts: list[GradientPart] = []
+        self.gradients: list[Gradient] = []
+        self.credit: CreditShare | None = None
+
+    def add(self, message_id: int, share: CreditShare, gradients: Sequence[Gradient]) -> None:
+        self.parts.append(GradientPart(message_id, share, len(gradients)))
+        self.gradients += gradients
+
+    def add_credit(self, share: CreditShare) -> None:
+        self.credit = share if self.credit is None else self.credit.plus(share)
+
+
+def restored(items: Sequence[Any]) -> Sequence[Gradient]:
+    """The gradients of a message. A number in ``items`` stands for an earlier gradient."""
+    if int not in map(type, items):
+        return items
+    gradients: list[Gradient] = []
+    for item in items:
+        if type(item) is int:
+            item = gradients[item] if 0 <= item < len(gradients) else None
+            if item is None:
+                raise ProtocolError("a message of a backward pass refers to a gradient that it does not have")
+        gradients.append(item)
+    return gradients
+
+
+def _seconds_to(deadline: float) -> float:
+    """The timeout of a call that has to end by ``deadline``; 0 disables it."""
+    return max(deadline - time.monotonic(), 0.001) if deadline else 0.0
+
+
+def _edge_of(root: Any) -> Edge:
+    if not isinstance(root, torch.Tensor):
+        raise TypeError(
+            f"backward(): incompatible function arguments: roots are tensors, but one is {type(root).__name__}."
+        )
+    if not root.requires_grad:
+        raise UsageError(f"requires_grad not set on: root of shape {tuple(root.shape)}. It has no gradient.")
+    if root.numel() != 1:
+        raise UsageError(
+            f"A root of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar. Take its sum or mean."
+        )
+    if root.grad_fn is None:
+        raise UsageError(
+            "A root does not have a valid gradient function: it is a leaf, and was not computed from anything."
+        )
+    return root.grad_fn, root.output_nr
+
+
+def _out_of_time(local: LocalPass, timeout: float) -> str:
+    text = f"The backward pass of context {local.context.id} did not end within {timeout:.1f} s."
+    if local.fast:
+        return (
+            f"{text} In FAST mode it waits for the gradients of every tensor that was sent, also of those whose "
+            "results were not used. Use mode='smart', or use all results."
+        )
+    return f"{text} A worker is slow or stopped. Pass a larger timeout to backward, or 0 to disable it."

@@ -1,0 +1,280 @@
+"""The calls of this worker: encodes and sends requests, and decodes their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from farprop._torch import set_result
+from farprop.errors import ConnectionLostError, InjectedFaultError, RpcTimeoutError, UsageError
+from farprop.ids import WorkerInfo
+from farprop.protocol.references.messages import Fork
+from farprop.protocol.references.records import OwnedValue, UserReference
+from farprop.runtime import profiling
+from farprop.runtime.autograd.contexts import Context, current_context
+from farprop.runtime.client_connection import FutureCall
+from farprop.runtime.device_placement import DeviceMaps, careful_call
+from farprop.runtime.peers import Peers
+from farprop.runtime.profiling import ProfiledFunction
+from farprop.runtime.references.remote_call import RemoteCall
+from farprop.runtime.references.rref_context import RRefContext
+from farprop.runtime.references.value_slot import ValueSlot
+from farprop.runtime.services import WorkerServices
+from farprop.wire.codec import decode_with
+from farprop.wire.function_names import shown_name
+from farprop.wire.message import ANSWER, PROFILED, SYSTEM, Creation, Message
+from farprop.wire.tensors import DeviceMapRequired
+
+UNSET_TIMEOUT = -1.0
+_is_grad_enabled = torch.is_grad_enabled
+
+
+class Calls:
+    """Makes the three kinds of calls. Methods may be called from any thread."""
+
+    def __init__(
+        self,
+        own: WorkerInfo,
+        peers: Peers,
+        references: RRefContext,
+        devices: DeviceMaps,
+        services: WorkerServices,
+    ) -> None:
+        dialect = services.dialect
+        self._own = own
+        self._peers = peers
+        self._connections = peers.connections
+        self._references = references
+        self._devices = devices
+        self._dialect = dialect
+        self._services = services
+        self._name_of = dialect.name_of
+        self._encode_call = careful_call(dialect.encode_call) if devices.moves_cpu_in_calls else dialect.encode_call
+
+    # The three kinds of calls
+
+    def call_sync(
+        self, to: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float, flags: int = 0
+    ) -> Any:
+        """Call a function on another worker and wait; returns its result or raises its exception."""
+        if timeout == UNSET_TIMEOUT:
+            timeout = self._services.rpc_timeout
+        connection = self._connections.get(to) if type(to) is str else None
+        if connection is None or connection.lost:
+            connection = self._peers.connect(to, timeout)
+        context = None if flags & SYSTEM else current_context.get()
+        message = self._request(connection.peer, connection.rank, context, function, args, kwargs, flags)
+        if message.out_of_band:
+            self._references.attach_refs(message, connection.rank, connection)
+        try:
+            meanwhile = None if context is None else context.look_at_leaves
+            answer = connection.call_sync(message, timeout, meanwhile)
+        except BaseException as error:
+            self._after_failed_send(message, error)
+            raise
+        return self.value_of(answer, context, connection.rank)
+
+    def call_async(
+        self,
+        to: Any,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        future: torch.futures.Future[Any],
+        flags: int = 0,
+        profile: ProfiledFunction | None = None,
+    ) -> None:
+        """Call a function on another worker; ``future`` is completed with the outcome.
+
+        Only errors of the call itself are raised: if the worker can't be reached, the future gets the error. With
+        ``profile``, the callee's events are added to the caller's profile before the future is done.
+        """
+        if timeout == UNSET_TIMEOUT:
+            timeout = self._services.rpc_timeout
+        context = None if flags & SYSTEM else current_context.get()
+        name, rank = self._peers.name_and_rank(to)
+        message = self._request(name, rank, context, function, args, kwargs, flags)
+        call = FutureResponse(timeout, future, self.value_of, context, rank)
+        if profile is not None:
+            self._attach_profile(message, profile)
+            call.profile = profile
+        try:
+            connection = self._peers.connect(to, timeout)
+        except ConnectionLostError as error:
+            call.finish(None, error)
+            return
+        if message.out_of_band:
+            self._references.attach_refs(message, connection.rank, connection)
+        try:
+            connection.call_async(message, call)
+        except (ConnectionLostError, InjectedFaultError) as error:
+            self._after_failed_send(message, error)
+            call.finish(None, error)
+        except BaseException as error:
+            self._after_failed_send(message, error)
+            raise
+
+    def remote(
+        self,
+        to: Any,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        site: str,
+        profile: ProfiledFunction | None = None,
+        keep: Any = None,
+    ) -> RemoteCall:
+        """Have a worker run a function and keep its result under a reference.
+
+        Args:
+            to: the worker.
+            function: the function.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            timeout: seconds that the call may take.
+            site: the line of the program that makes the call.
+            profile: the profile that the callee's events are added to.
+            keep: an object to keep alive until the call has ended.
+
+        Returns:
+            The call. Its ``subject`` is the reference to the value.
+        """
+        if timeout == UNSET_TIMEOUT:
+            timeout = self._services.rpc_timeout
+        connection = self._peers.connect(to, timeout)
+        rank = connection.rank
+        message = self._request(connection.peer, rank, current_context.get(), function, args, kwargs)
+        if profile is not None:
+            self._attach_profile(message, profile)
+        references = self._references
+        subject: UserReference | OwnedValue
+        if rank == self._own.id:
+            subject = references.own(ValueSlot(shown_name(message.name, function).encode(), site.encode()))
+            fork = references.own_call(subject)
+        else:
+            subject = references.create(rank, site)
+            fork = Fork(rank, subject.rref, subject.fork, exists=False)
+        sending = False
+        try:
+            call = RemoteCall(timeout, references, subject, keep, profile, self._dialect)
+            references.attach_refs(message, rank, connection, Creation(fork, site.encode()))
+            sending = True
+            connection.call_async(message, call)
+        except (ConnectionLostError, InjectedFaultError) as error:
+            self._after_failed_send(message, error)
+            if not sending:  # encoding an argument failed
+                references.abandon(subject, sent=False)
+                raise
+            call.fail(error, message.sent)  # using the reference raises the error; the program may never use it
+        except BaseException as error:
+            self._after_failed_send(message, error)
+            references.abandon(subject, sent=message.sent)
+            raise
+        return call
+
+    # Encoding
+
+    def _request(
+        self,
+        to: str,
+        rank: int,
+        context: Context | None,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        flags: int = 0,
+    ) -> Message:
+        """Encode a call, in the autograd context of this thread if there is one."""
+        name = self._name_of(function)
+        if name is not None:
+            function = None
+        graph: list[torch.Tensor] | None = None if context is None or not _is_grad_enabled() else []
+        placed = False
+        try:
+            message = self._encode_call(function, args, kwargs, graph)
+        except DeviceMapRequired:
+            placed = True
+            message = self._encode_call(function, args, kwargs, graph, self._devices.towards(to))
+        if name is not None:
+            message.name = name
+        message.flags |= flags
+        if context is not None:
+            context.attach(message, rank, graph, placed=placed)
+        return message
+
+    def _attach_profile(self, message: Message, profile: ProfiledFunction) -> None:
+        if self._dialect.restricted:
+            raise UsageError("A restricted job records no profiles of calls. Make the call outside of the profile.")
+        message.flags |= PROFILED
+        message.profile = profiling.pack_settings(profile.session.settings)
+
+    def _after_failed_send(self, message: Message, error: BaseException) -> None:
+        """Take back references that were never sent. If they may have been sent, the protocol asks the peer."""
+        if not message.refs:
+            return
+        if not message.sent:
+            self._references.not_sent(message.refs)
+        elif not isinstance(error, RpcTimeoutError):  # after a timeout the message may still arrive
+            self._references.doubted(message.refs)
+
+    # Answers
+
+    def value_of(self, answer: Message, context: Context | None, sender: int) -> Any:
+        """Decode an answer; returns the result of the call, or raises its exception.
+
+        Args:
+            answer: the answer.
+            context: the autograd context that the call was made in.
+            sender: the rank of the callee.
+        """
+        if answer.kind != ANSWER:
+            raise self._dialect.decode_failure(answer.payload)
+        decode = self._dialect.decode_value
+        if answer.autograd is None and answer.received_refs is None:
+            return decode(answer.payload, answer.buffers, answer.flags)
+        refs = () if answer.received_refs is None else answer.received_refs.items
+        if answer.autograd is None or context is None:
+            return decode_with(refs, None, decode, answer.payload, answer.buffers, answer.flags)
+        return context.receive(sender, answer.autograd, refs, decode, answer.payload, answer.buffers, answer.flags)
+
+
+ValueOf = Callable[[Message, Context | None, int], Any]
+
+
+class FutureResponse(FutureCall):
+    """A call whose outcome completes a future. The future's callbacks run on the thread that completes it."""
+
+    __slots__ = ("_context", "_future", "_sender", "_value_of", "profile")
+
+    def __init__(
+        self,
+        timeout: float,
+        future: torch.futures.Future[Any],
+        value_of: ValueOf,
+        context: Context | None,
+        sender: int,
+    ) -> None:
+        self.timeout = timeout
+        self.profile: ProfiledFunction | None = None
+        self._value_of = value_of
+        self._future = future
+        self._context = context
+        self._sender = sender
+
+    def finish(self, answer: Message | None, error: Exception | None) -> None:
+        value = None
+        if answer is not None:
+            try:
+                value = self._value_of(answer, self._context, self._sender)
+            except Exception as raised:
+                error = raised
+        if self.profile is not None:
+            self.profile.add(answer)
+        if error is None:
+            set_result(self._future, value)
+        else:
+            self._future.set_exception(error)

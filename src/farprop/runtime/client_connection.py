@@ -1,0 +1,572 @@
+"""A connection that this worker dialled: sends requests and receives answers.
+
+Callers follow the leader/followers pattern. The *reader* of the stream is one of the waiting callers (the leader), the
+loop, or nobody; the other callers are followers and sleep. Rules that hold here:
+
+- The reader changes only under ``_lock``, and there is at most one.
+- There is a reader while calls are open, or while answers to abandoned calls may still arrive. Otherwise the loop only
+  watches for the end of the stream.
+- User code (callbacks of futures) runs on threads of the pool, never on a caller that reads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import select
+import time
+from collections.abc import Callable
+from typing import Any
+
+from farprop.errors import ConnectionLostError, ProtocolError, RpcTimeoutError
+from farprop.locks import make_lock
+from farprop.protocol.pending_calls import PendingCalls
+from farprop.runtime.event_loop import HANGUP, IN, OUT, Spinner
+from farprop.runtime.sync import Waker
+from farprop.runtime.thread_pool import ThreadPool, this_thread
+from farprop.runtime.timers import TimerHandle
+from farprop.transport.connection import Connection
+from farprop.wire.function_names import shown_name
+from farprop.wire.message import NOTICE, REFS, REQUEST, SYSTEM, Message
+
+_log = logging.getLogger(__name__)
+_DEBUG = logging.DEBUG
+
+_now = time.monotonic
+# If the outbox holds more than this, a caller waits, up to its deadline, before it adds a request.
+_OUTBOX_LIMIT = 256 << 20
+# With more open calls than this, small requests are sent together, after a short delay at most.
+_PIPELINED = 16
+_UNCORK_SECONDS = 0.001
+
+
+class SyncCall:
+    """A call whose caller waits for its answer.
+
+    ``waker`` wakes the caller when its answer has arrived, or when it becomes the reader. It is made when the caller
+    first sleeps: most callers read their own answer and never sleep.
+    """
+
+    __slots__ = ("leads", "outcome", "waker")
+
+    def __init__(self) -> None:
+        self.leads = False  # its thread polls in the loop's place, and does not wait for the waker
+        self.outcome: Message | Exception | None = None
+        self.waker: Waker | None = None
+
+
+class FutureCall:
+    """An asynchronous call. ``finish`` is called once with its outcome, on a thread of the pool.
+
+    If ``quick`` is set, the reader calls ``finish`` itself. This is for farprop's own calls, whose ``finish`` is short
+    and runs no user code.
+    """
+
+    __slots__ = ("timeout",)
+
+    quick = False
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+
+    def finish(self, answer: Message | None, error: Exception | None) -> None:
+        raise NotImplementedError
+
+
+class _LoopReads:
+    """The value of ``_reader`` while the loop reads."""
+
+
+_LOOP = _LoopReads()
+
+
+def timeout_error(peer: str, timeout: float) -> RpcTimeoutError:
+    return RpcTimeoutError(
+        f"RPC ran for more than set timeout ({timeout * 1000:.0f} ms) without an answer from {peer}. It may still be "
+        "running there. Pass a larger timeout to the call, or 0 to disable it."
+    )
+
+
+def _finish(pair: list[Any]) -> None:
+    # The reader still holds the list. Emptying it here keeps the reader from dropping the last reference to a user's
+    # object: a finaliser that makes a call would wait for the reader.
+    if pair:
+        call, answer = pair
+        pair.clear()
+        call.finish(answer, None)
+
+
+class ClientConnection:
+    """See the module's rules."""
+
+    def __init__(
+        self,
+        threads: ThreadPool,
+        own_label: str,
+        peer: str,
+        rank: int,
+        on_lost: Callable[[ClientConnection, str], None],
+        on_refs: Callable[[int, Message], Any],
+    ) -> None:
+        self.peer = peer
+        self.rank = rank
+        self.lost = False
+        self.sent = 0
+        self._threads = threads
+        self._loop = threads.loop
+        self._own_label = own_label
+        self._on_lost = on_lost
+        self._on_refs = on_refs
+        self._lock = make_lock("client_connection")
+        self._ids = itertools.count(1)
+        self._calls: PendingCalls[SyncCall | FutureCall] = PendingCalls()
+        self._given_up = 0  # abandoned calls whose answers may still arrive, with references and segments
+        self._reader: SyncCall | _LoopReads | None = None
+        self._loop_in_stream = False  # the loop is reading from the stream right now
+        self._followers: dict[SyncCall, None] = {}  # sleeping callers, in the order in which they become reader
+        self._wants_input = False
+        self._wants_output = False
+        self._hung_up = False
+        self._deadline_timer: TimerHandle | None = None  # for the nearest deadline of the open calls
+        self._uncork_due = False  # a timer will send the requests that wait for more
+        self._lost: str | None = None
+        self._spinner = Spinner()
+        self._poller = select.poll()  # used by the reader
+        self._connection: Connection
+
+    def attach(self, connection: Connection) -> None:
+        self._connection = connection
+        self._poller.register(connection.fd, select.POLLIN)
+        self._loop.add(connection.fd, HANGUP, self._on_events)
+
+    def wrap(self, wrapped: Callable[[Any], Any]) -> None:
+        """Replace the connection with a wrapper around it."""
+        self._connection = wrapped(self._connection)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a call would be sent without waiting for room in the outbox."""
+        return self._connection.outbox_bytes <= _OUTBOX_LIMIT
+
+    @property
+    def open_calls(self) -> int:
+        return len(self._calls)
+
+    # Calls
+
+    def call_sync(self, message: Message, timeout: float, meanwhile: Callable[[], None] | None = None) -> Message:
+        """Send a request and wait for its answer.
+
+        Args:
+            message: the request.
+            timeout: in seconds; 0 disables it.
+            meanwhile: called when the request has been sent. It should be short.
+
+        Returns:
+            The answer.
+
+        Raises:
+            ConnectionLostError: the connection broke before the answer arrived.
+            RpcTimeoutError: no answer arrived in time.
+        """
+        call = SyncCall()
+        call_id = next(self._ids)
+        threads = self._threads
+        pooled = getattr(this_thread, "pool", None) is threads
+        if not pooled:
+            self._loop.called_from_outside = True
+        if self._connection.outbox_bytes > _OUTBOX_LIMIT:
+            self._wait_for_room(timeout)
+        deadline = _now() + timeout if timeout else 0.0
+        # From here on Ctrl-C may interrupt any line, and must leave nothing of this call behind.
+        try:
+            with self._lock:
+                if self._lost is not None:
+                    raise self._lost_error()
+                self._calls.open(call_id, call, 0.0)
+                if self._reader is not None and (self._reader is not _LOOP or self._loop_in_stream or pooled):
+                    self._followers[call] = None
+                elif pooled and threads.is_polling_thread():
+                    self._loop_reads()
+                else:
+                    # Read here instead of in the loop: waking the loop and then this thread would take much longer.
+                    self._reader = call
+                    if self._wants_input:
+                        self._wants_input = False
+                        self._set_events()
+                self.sent += not message.flags & SYSTEM
+            self._send(message, call_id, timeout)
+            if meanwhile is not None:
+                meanwhile()
+            while call.outcome is None:
+                if not pooled:
+                    self._await_answer(call, deadline)
+                elif self._reader is _LOOP and threads.is_polling_thread():
+                    # Another caller may become the reader, deliver our answer, or make this caller the reader.
+                    call.leads = True
+                    ended = threads.poll_until(lambda: call.outcome is not None or self._reader is call, deadline)
+                    call.leads = False
+                    if not ended:
+                        threads.yield_polling()
+                else:
+                    with threads.blocked():
+                        self._await_answer(call, deadline)
+                if deadline and call.outcome is None and _now() >= deadline:
+                    break
+        finally:
+            if call.outcome is None or self._reader is call or call in self._followers:
+                self._leave(call, call_id)
+        outcome = call.outcome
+        if outcome is None:
+            raise timeout_error(self.peer, timeout)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def call_async(self, message: Message, call: FutureCall) -> None:
+        """Send a request; ``call.finish`` is called once with its outcome."""
+        timeout = call.timeout
+        call_id = next(self._ids)
+        if self._connection.outbox_bytes > _OUTBOX_LIMIT:
+            self._wait_for_room(timeout)
+        deadline = _now() + timeout if timeout else 0.0
+        with self._lock:
+            if self._lost is not None:
+                raise self._lost_error()
+            self._calls.open(call_id, call, deadline)
+            timer = self._deadline_timer
+            if self._reader is None:
+                self._loop_reads()
+            self.sent += not message.flags & SYSTEM
+            # With many open calls, small requests are sent together; a timer sends the last ones.
+            more = len(self._calls) > _PIPELINED
+        if deadline and (timer is None or deadline < timer.when):
+            self._watch_deadlines()
+        try:
+            self._send(message, call_id, timeout, more)
+            if more:
+                self._uncork_soon()
+        except BaseException as error:
+            with self._lock:
+                ours = self._calls.answer(call_id) is not None
+            if ours or not isinstance(error, ConnectionLostError):
+                raise
+            # Otherwise the call has ended already, with this very error.
+
+    def _watch_deadlines(self) -> None:
+        """Set the timer for the nearest deadline."""
+        with self._lock:
+            timer, self._deadline_timer = self._deadline_timer, None
+            if timer is not None:
+                timer.cancel()
+            deadline = self._calls.next_deadline()
+            if deadline:
+                self._deadline_timer = self._loop.call_at(deadline, self._on_deadline)
+
+    def _on_deadline(self) -> None:
+        """Fail the asynchronous calls whose deadlines have passed."""
+        with self._lock:
+            expired = self._calls.expire(_now())
+            self._given_up += len(expired)
+        self._watch_deadlines()
+        for call in expired:
+            if isinstance(call, FutureCall):
+                self._threads.submit(call.finish, None, timeout_error(self.peer, call.timeout))
+
+    def _uncork_soon(self) -> None:
+        # Called after the request was queued, so a timer that has not run yet will send it.
+        if self._uncork_due:
+            return
+        with self._lock:
+            if not self._uncork_due:
+                self._loop.call_at(_now() + _UNCORK_SECONDS, self._uncork)
+                self._uncork_due = True
+
+    def _uncork(self) -> None:
+        with self._lock:
+            self._uncork_due = False
+        try:
+            self._connection.uncork()
+        except ConnectionLostError as error:
+            self.lose(str(error))
+
+    def _send(self, message: Message, call_id: int, timeout: float, more: bool = False) -> None:
+        message.call_id = call_id
+        message.seconds = timeout
+        if _log.isEnabledFor(_DEBUG):
+            text = "%s: sends call %d to %s (rank %d): %s"
+            _log.debug(text, self._own_label, call_id, self.peer, self.rank, shown_name(message.name))
+        try:
+            self._connection.send(message, more)
+            message.sent = True
+        except ConnectionLostError as error:
+            self.lose(str(error))
+            raise
+        except KeyboardInterrupt:
+            self.lose("sending to it was interrupted")  # half a message may have been sent
+            raise
+
+    def _wait_for_room(self, timeout: float) -> None:
+        poller = select.poll()
+        poller.register(self._connection.fd, select.POLLOUT)
+        end = _now() + timeout
+        while self._connection.outbox_bytes > _OUTBOX_LIMIT and not self._connection.closed:
+            if timeout and _now() > end:
+                raise timeout_error(self.peer, timeout)
+            with self._threads.blocked():
+                poller.poll(20)
+
+    def _await_answer(self, call: SyncCall, deadline: float) -> None:
+        """Read if this caller is the reader, else sleep until its answer has arrived or it becomes the reader."""
+        if self._reader is call:
+            self._read_for(call, deadline)
+            return
+        if call.waker is None:
+            call.waker = Waker()
+            # The waking thread reads ``waker`` last, so it may have missed the new one: check again.
+            if call.outcome is not None or self._reader is call:
+                return
+        if deadline:
+            call.waker.wait(timeout=max(0.0, deadline - _now()))
+        else:
+            call.waker.wait()
+
+    def _leave(self, call: SyncCall, call_id: int) -> None:
+        """The caller stops waiting. Its answer is dropped if it arrives later."""
+        with self._lock:
+            self._given_up += self._calls.answer(call_id) is not None
+            self._followers.pop(call, None)
+            reading = self._reader is call
+        if reading:
+            self._hand_over()
+
+    # Reading
+
+    def _read_for(self, call: SyncCall, deadline: float) -> None:
+        """Read until this caller's answer has arrived or its deadline has passed, then hand over to the next reader."""
+        in_stream = False
+        try:
+            while call.outcome is None and self._input_comes(deadline):
+                in_stream = True
+                try:
+                    messages = self._connection.receive()
+                except BlockingIOError:
+                    continue
+                if messages is None:
+                    self.lose("it closed the connection")
+                    return
+                self._deliver(messages, self._threads.submit)
+                in_stream = False
+        except ProtocolError as error:
+            self.lose(f"it broke the protocol: {error}")
+        except BaseException as error:
+            # Ctrl-C or an error between reading bytes and delivering them: the stream is no longer in sync.
+            if in_stream:
+                self.lose(f"reading from it was interrupted by {type(error).__name__}")
+            raise
+        finally:
+            self._hand_over()
+
+    def _input_comes(self, deadline: float) -> bool:
+        """Wait until there is something to read; False at the deadline. An interrupt here does no harm."""
+        poll = self._poller.poll
+        if self._spinner.poll(poll):
+            return True
+        if not deadline:
+            poll()
+            return True
+        return bool(poll(max(0.0, deadline - _now()) * 1000)) or _now() < deadline
+
+    def _deliver(self, messages: list[Message], run: Callable[..., None]) -> None:
+        answered: list[list[Any]] = []
+        for message in messages:
+            if message.kind == REQUEST:
+                raise ProtocolError("a request where an answer should be")
+            if message.flags & REFS:
+                # Also for answers to abandoned calls: their references are released, not leaked.
+                self._on_refs(self.rank, message)
+        try:
+            with self._lock:
+                for message in reversed(messages):
+                    if message.kind != NOTICE:
+                        call = self._calls.answer(message.call_id)
+                        answered.append([call, message])
+                        if call is None and self._given_up:
+                            self._given_up -= 1
+            while answered:
+                self._deliver_one(answered[-1], run)
+                answered.pop()
+        except BaseException:
+            # Ctrl-C: the answers of other callers have left the table, and must not get lost.
+            for pair in answered:
+                self._threads.submit(self._deliver_one, pair, self._threads.submit)
+            raise
+
+    def _deliver_one(self, pair: list[Any], run: Callable[..., None]) -> None:
+        """Deliver an answer to its call. Delivering it twice does no harm."""
+        if not pair:
+            return
+        call, message = pair
+        _log.debug("%s: call %d is answered by %s (rank %d)", self._own_label, message.call_id, self.peer, self.rank)
+        if call is None:
+            if message.received_refs is not None:
+                run(pair.clear)  # abandoned; this may drop the last reference to a user's object
+        elif isinstance(call, SyncCall):
+            call.outcome = message
+            if call is not self._reader:  # the reader is this thread
+                self._wake(call)
+        elif call.quick:
+            call.finish(message, None)
+        else:
+            call = message = None
+            run(_finish, pair)
+
+    def _wake(self, call: SyncCall) -> None:
+        if call.waker is not None:
+            call.waker.wake()
+        if call.leads and not self._threads.is_polling_thread():
+            self._loop.wake()
+
+    def _hand_over(self) -> None:
+        """The reader is done: make the next caller, the loop or nobody the reader."""
+        with self._lock:
+            self._reader = None
+            while self._followers:
+                follower = next(iter(self._followers))
+                del self._followers[follower]
+                if follower.outcome is None:
+                    self._reader = follower
+                    self._wake(follower)
+                    return
+            if self._lost is not None:
+                return
+            if self._hung_up:
+                # Answers may be left before the end of the stream: the loop reads up to it.
+                self._hung_up = False
+                self._reader = _LOOP
+                self._wants_input = True
+                self._loop.add(self._connection.fd, IN | HANGUP, self._on_events)
+            elif len(self._calls) or self._given_up:
+                self._loop_reads()
+
+    def _loop_reads(self) -> None:
+        self._reader = _LOOP
+        if not self._wants_input:
+            self._wants_input = True
+            self._set_events()
+
+    def _set_events(self) -> None:
+        if self._lost is not None or self._hung_up:
+            return  # the descriptor is closed, or not registered with the loop for now
+        events = HANGUP | (IN if self._wants_input else 0) | (OUT if self._wants_output else 0)
+        self._loop.change(self._connection.fd, events)
+
+    def want_output(self, _: Connection) -> None:
+        """The connection's outbox is no longer empty: watch for writability."""
+        with self._lock:
+            self._wants_output = True
+            if self._lost is None:
+                self._set_events()
+
+    def _on_events(self, mask: int) -> None:
+        """Called by the loop."""
+        if mask & OUT:
+            try:
+                if self._connection.flush():
+                    with self._lock:
+                        if not self._connection.outbox_bytes:
+                            self._wants_output = False
+                            self._set_events()
+            except ConnectionLostError as error:
+                self.lose(str(error))
+                return
+        if mask & ~OUT == 0:
+            return
+        with self._lock:
+            if self._reader is not _LOOP and not mask & ~(IN | OUT):
+                return  # a caller became the reader after the loop had polled
+            if self._reader is None:
+                self._reader = _LOOP  # hang-up: read up to the end of the stream
+            elif self._reader is not _LOOP:
+                # The reader will find the end itself. Until then a level-triggered hang-up would keep the loop busy.
+                self._hung_up = True
+                self._loop.remove(self._connection.fd)
+                return
+            self._loop_in_stream = True
+        try:
+            self._read_in_loop()
+        finally:
+            self._loop_in_stream = False
+
+    def _read_in_loop(self) -> None:
+        try:
+            messages = self._connection.receive()
+            if messages is None:
+                self.lose("it closed the connection")
+                return
+            self._deliver(messages, self._threads.push_answer)
+            self._connection.uncork()
+        except BlockingIOError:
+            pass
+        except ConnectionLostError as error:
+            self.lose(str(error))
+            return
+        except ProtocolError as error:
+            self.lose(f"it broke the protocol: {error}")
+            return
+        except Exception as error:
+            _log.exception("farprop: unexpected error while reading from %s", self.peer)
+            self.lose(f"reading from it failed: {error!r}")
+            return
+        if not len(self._calls) and not self._given_up:
+            with self._lock:
+                if self._reader is _LOOP and not len(self._calls) and not self._given_up:
+                    self._reader = None
+                    if self._wants_input:
+                        self._wants_input = False
+                        self._set_events()
+
+    # Ending
+
+    def lose(self, reason: str) -> None:
+        """The connection is lost: fail every open call."""
+        with self._lock:
+            if self._lost is not None:
+                return
+            self._lost = reason
+            self.lost = True
+            calls = self._calls.lost()
+            self._followers.clear()
+            timer, self._deadline_timer = self._deadline_timer, None
+        if timer is not None:
+            timer.cancel()
+        self._loop.remove(self._connection.fd)
+        self._connection.close()
+        self._on_lost(self, reason)
+        for call in calls:
+            error = self._lost_error()
+            if isinstance(call, SyncCall):
+                call.outcome = error
+                self._wake(call)
+            else:
+                self._threads.submit(call.finish, None, error)
+
+    def _lost_error(self) -> ConnectionLostError:
+        return ConnectionLostError(
+            f"Lost the connection to {self.peer}: {self._lost}. It has shut down or died, or the network is cut."
+        )
+
+    def give_back(self) -> None:
+        try:
+            self._connection.give_back()
+        except ConnectionLostError as error:
+            self.lose(str(error))
+
+    def abandon(self) -> None:
+        self._connection.abandon()
+
+    def validate(self) -> None:
+        with self._lock:
+            self._calls.validate()
+            waited_for = len(self._calls) + self._given_up
+            assert self._reader is not None or not waited_for or self._lost is not None

@@ -1,0 +1,167 @@
+"""The epoll loop: what happens when a descriptor is ready or a time has come.
+
+Rules that hold here:
+
+- One thread at a time calls ``poll``. It calls the handlers and the timers' callbacks, which must not block.
+- Everything else may be called by any thread, also while another one polls.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import time
+from collections.abc import Callable
+
+from farprop.runtime.timers import TimerHandle, TimerHeap
+
+_log = logging.getLogger(__name__)
+
+IN, OUT, HANGUP = select.EPOLLIN, select.EPOLLOUT, select.EPOLLRDHUP
+
+_SPIN_SECONDS = 400e-6
+_BEST_SCORE = 8
+_SKIPS = 32  # after so many times without spinning it is tried again
+
+_now = time.monotonic
+_perf = time.perf_counter
+
+Handler = Callable[[int], None]
+Events = list[tuple[int, int]]
+
+
+class Spinner:
+    """Adaptive polling: asks again and again for a short time before its caller sleeps, if that paid off lately.
+
+    To be woken costs more than an answer takes that is on its way already. With a single core it never spins.
+    """
+
+    __slots__ = ("_has_cores", "_score", "_skipped")
+
+    def __init__(self) -> None:
+        self._has_cores = len(os.sched_getaffinity(0)) > 1
+        self._score = _BEST_SCORE // 2 if self._has_cores else 0
+        self._skipped = 0
+
+    def poll(self, poll: Callable[[int], Events]) -> Events:
+        """What ``poll(0)`` reports within a fraction of a millisecond; nothing if spinning is not worth it."""
+        if self._score <= 0:
+            self._skipped += 1
+            if self._skipped < _SKIPS or not self._has_cores:
+                return []
+            self._skipped = 0
+        end = _perf() + _SPIN_SECONDS
+        while True:
+            events = poll(0)
+            if events:
+                if self._score < _BEST_SCORE:
+                    self._score = max(self._score + 1, 2)
+                return events
+            if _perf() > end:
+                if self._score > 0:
+                    self._score -= 1
+                return events
+
+
+class EventLoop:
+    """See the module's rules. ``on_pause()`` is called before the thread that polls goes to sleep."""
+
+    def __init__(self) -> None:
+        self.on_pause: Callable[[], None] = lambda: None
+        # A thread of the program's made a call: it needs the interpreter's lock more than a thread that spins.
+        self.called_from_outside = False
+        self._epoll = select.epoll()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wakeup, IN)
+        self._handlers: dict[int, Handler] = {self._wakeup: self._drain_wakeup}
+        self._timers = TimerHeap()
+        self._spinner = Spinner()
+
+    def add(self, fd: int, events: int, handler: Handler) -> None:
+        """Have ``handler(mask)`` called when the descriptor is ready. Readiness is level-triggered."""
+        self._handlers[fd] = handler
+        self._epoll.register(fd, events)
+
+    def change(self, fd: int, events: int) -> None:
+        """Wait for other events of a descriptor."""
+        try:
+            self._epoll.modify(fd, events)
+        except (OSError, ValueError):
+            pass  # closed meanwhile
+
+    def remove(self, fd: int) -> None:
+        """Forget a descriptor, before it is closed. A second time does no harm."""
+        if self._handlers.pop(fd, None) is not None:
+            try:
+                self._epoll.unregister(fd)
+            except (OSError, ValueError):
+                pass
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle:
+        """Have ``callback()`` called by the thread that polls, at ``when`` of the monotonic clock, or soon after.
+
+        Returns:
+            A handle that can cancel it.
+        """
+        handle = self._timers.call_at(when, callback)
+        if self._timers.next_deadline == when:
+            self.wake()
+        return handle
+
+    def call_at_lockfree(self, when: float, callback: Callable[[], None]) -> None:
+        """As ``call_at``, for the garbage collector: takes no lock."""
+        self._timers.call_at_lockfree(when, callback)
+        self.wake()
+
+    def wake(self) -> None:
+        """End the sleep of the thread that polls. Takes no lock."""
+        if self._wakeup >= 0:
+            try:
+                os.eventfd_write(self._wakeup, 1)
+            except OSError:
+                pass
+
+    def poll(self, timeout: float | None = None) -> None:
+        """Wait until something is ready or due, for at most ``timeout`` seconds (None: no limit), and handle it."""
+        poll = self._epoll.poll
+        events: Events = []
+        if self.called_from_outside:
+            self.called_from_outside = False
+        else:
+            events = self._spinner.poll(poll)
+        if not events:
+            self.on_pause()
+            deadline = self._timers.next_deadline
+            if deadline is not None:
+                left = max(0.0, deadline - _now())
+                timeout = left if timeout is None else min(timeout, left)
+            events = poll(timeout)
+        handlers = self._handlers
+        for fd, mask in events:
+            handler = handlers.get(fd)
+            if handler is not None:
+                try:
+                    handler(mask)
+                except Exception:
+                    _log.exception("farprop: unexpected error while handling input")
+                    self.remove(fd)
+        deadline = self._timers.next_deadline
+        if deadline is not None and deadline <= (now := _now()):
+            self._timers.run_due(now)
+
+    def _drain_wakeup(self, _: int) -> None:
+        try:
+            os.eventfd_read(self._wakeup)
+        except OSError:
+            pass
+        self._timers.sort_in()
+
+    def close(self) -> None:
+        """Close the loop's own descriptors. Nobody may poll any more; also for a forked child."""
+        self._handlers.clear()
+        # The number first: the garbage collector may want to wake us at any moment, and it may be somebody's file by
+        # then.
+        wakeup, self._wakeup = self._wakeup, -1
+        self._epoll.close()
+        os.close(wakeup)

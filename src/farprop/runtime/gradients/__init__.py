@@ -1,1 +1,0 @@
-"""Distributed autograd: contexts, the nodes that stand for messages, and backward passes."""

@@ -1,0 +1,128 @@
+"""The workers of the job that this worker knows."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import torch.distributed as dist
+
+from farprop.errors import AuthenticationError, UsageError
+from farprop.ids import WorkerInfo
+from farprop.protocol.roster import Entry, Identity
+from farprop.protocol.signing import Keys
+from farprop.runtime import rendezvous
+
+_log = logging.getLogger(__name__)
+
+_JOIN_SECONDS = 20.0
+
+
+class Membership:
+    """The members of the group.
+
+    A static group has a fixed number of workers, and all have joined when ``join`` returns. Workers may join and leave
+    a dynamic group at any time, and the store lists its members.
+    """
+
+    def __init__(self, store: dist.Store, own: WorkerInfo, world_size: int | None) -> None:
+        self.store: Any = store
+        self.is_static = world_size is not None
+        self.own = own
+        self.joined = threading.Event()
+        self.entries: dict[str, Entry] = {}
+        self._places: rendezvous.Places | None = None
+        self._users_store: Any = None
+
+    def join(self, keys: Keys, own_entry: Entry, seconds: float) -> None:
+        """Join the group. In a static group this returns when all workers have joined.
+
+        Args:
+            keys: sign and verify the values in the store.
+            own_entry: the entry of this worker.
+            seconds: how long to wait for the others.
+
+        Raises:
+            RendezvousError: the workers can't form a group, or not all of them have joined in time.
+        """
+        if self.is_static:
+            self.entries = {entry.name: entry for entry in rendezvous.meet(self.store, keys, own_entry, seconds)}
+        else:
+            places = rendezvous.Places(self.store, keys, own_entry)
+            places.enter()
+            self.entries = places.members()
+            self._places = places
+        self.joined.set()
+
+    def leave(self) -> None:
+        """Remove this worker from the store's list, in a dynamic group."""
+        places, self._places = self._places, None
+        if places is not None:
+            places.leave()
+
+    def users_store(self) -> Any:
+        """A client of the store for the program. A wait in the agent's own client would block the agent."""
+        if self._users_store is None and self.store is not None:
+            self._users_store = self.store.clone()
+        return self._users_store
+
+    def forget_store(self) -> None:
+        """Drop the store. Exceptions may keep this object alive, and must not keep the store's sockets open."""
+        self.store = self._users_store = self._places = None
+
+    def find(self, worker: str | int) -> Entry | None:
+        """The entry of the worker with this name or rank; None if it is not known."""
+        if isinstance(worker, str):
+            return self.entries.get(worker)
+        return next((entry for entry in self.entries.values() if entry.rank == worker), None)
+
+    def name_of(self, rank: int) -> str:
+        """The name of the worker with this rank; a placeholder if it is not known."""
+        entry = self.find(rank)
+        return f"worker {rank}" if entry is None else entry.name
+
+    def info(self, worker: str | int) -> WorkerInfo:
+        """The info of the worker with this name or rank; raises ``UsageError`` if there is none."""
+        found = self.find(worker)
+        if found is None and not self.joined.is_set():
+            # A peer may finish joining a moment before this worker, and call a function that asks for workers.
+            self.joined.wait(_JOIN_SECONDS)
+            found = self.find(worker)
+        if found is None and not self.is_static:
+            self.refresh()
+            found = self.find(worker)
+        if found is None:
+            known = ", ".join(sorted(self.entries))
+            raise UsageError(f"{self.own.name} could not find destination {worker!r}. Workers of this job: {known}.")
+        return WorkerInfo(found.name, found.rank)
+
+    def refresh(self) -> None:
+        """Read the members from the store, in a dynamic group. If the store is gone, the known members stay."""
+        places = self._places
+        if places is not None:
+            try:
+                self.entries = places.members()
+            except RuntimeError as error:
+                _log.info("%s can't ask the store who is there: %s", self.own.label, error)
+
+    def infos(self) -> list[WorkerInfo]:
+        self.refresh()
+        return [WorkerInfo(entry.name, entry.rank) for entry in self.entries.values()]
+
+    def check(self, peer: Identity) -> None:
+        """Raise if an authenticated peer is not in this group. Before this worker has joined, every peer passes."""
+        # In this order: this worker may finish joining during the check.
+        if not self.joined.is_set():
+            return
+        known = self.entries.get(peer.name)
+        if self.is_static:
+            is_known = known is not None and known.identity == peer
+        else:
+            # Workers may join at any time, but a known instance must have its known identity.
+            is_known = all(entry.identity == peer for entry in self.entries.values() if entry.instance == peer.instance)
+        if not is_known:
+            raise AuthenticationError(
+                f"{peer.name}, rank {peer.rank}, knows the secret but is not a worker of this group, or not of this "
+                "start of it"
+            )

@@ -1,0 +1,254 @@
+"""The connections that this worker has dialled: one to each worker that it calls, made when it is first needed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from farprop.errors import ConnectionLostError, UsageError
+from farprop.ids import WorkerInfo
+from farprop.locks import make_lock
+from farprop.protocol.roster import Identity
+from farprop.runtime.client_connection import ClientConnection, FutureCall, timeout_error
+from farprop.runtime.dialer import Dialer, UnresponsiveError, WrongPeerError
+from farprop.runtime.membership import Membership
+from farprop.runtime.references.rref_context import RRefContext
+from farprop.runtime.thread_pool import ThreadPool
+from farprop.transport.connection import Connection
+from farprop.transport.fault_injection import FaultDecision, FaultPolicy, FaultyConnection
+from farprop.transport.tls import Stream
+from farprop.wire.message import SYSTEM, Message, Method
+
+_log = logging.getLogger(__name__)
+
+_DIAL_SECONDS = 20.0
+NewConnection = Callable[[Stream, Identity, Callable[[Connection], None]], Connection]
+
+
+class Peers:
+    """Methods may be called from any thread. ``on_lost`` is called with each connection that was in use and is lost."""
+
+    def __init__(
+        self,
+        threads: ThreadPool,
+        own: WorkerInfo,
+        membership: Membership,
+        dialer: Dialer,
+        references: RRefContext,
+        new_connection: NewConnection,
+        on_lost: Callable[[ClientConnection], None],
+    ) -> None:
+        self.connections: dict[str, ClientConnection] = {}  # by the worker's name
+        self.by_rank: dict[int, ClientConnection] = {}  # the same connections, by rank
+        self._threads = threads
+        self._own = own
+        self._membership = membership
+        self._dialer = dialer
+        self._references = references
+        self._new_connection = new_connection
+        self._report_lost = on_lost
+        self._lock = make_lock("peers")
+        self._closed = False
+        self._fault_policy: FaultPolicy | None = None
+        self._sent_before = 0  # requests sent on connections that are gone
+
+    # Finding and dialling
+
+    def connect(self, to: str | int | WorkerInfo, timeout: float = 0.0) -> ClientConnection:
+        """The connection to a worker, dialled if there is none.
+
+        Args:
+            to: the worker's name, rank or info.
+            timeout: seconds that dialling may take; 0 for the default limit.
+
+        Raises:
+            ConnectionLostError: the worker has died or can't be reached.
+            RpcTimeoutError: the time was not enough.
+            UsageError: there is no such worker, or this one has shut down.
+        """
+        connection = self.connections.get(to) if type(to) is str else self.by_rank.get(to) if type(to) is int else None
+        if connection is None or connection.lost:
+            name = to.name if isinstance(to, WorkerInfo) else self._membership.info(to).name
+            connection = self.connections.get(name)
+            if connection is not None and connection.lost:
+                self._on_lost(connection, "losing it was interrupted")  # Ctrl-C inside ``ClientConnection.lose``
+                connection = None
+            connection = connection or self._dial(name, timeout)
+        return connection
+
+    def name_and_rank(self, to: str | int | WorkerInfo) -> tuple[str, int]:
+        """The name and rank of a worker, without dialling it."""
+        connection = self.connections.get(to) if type(to) is str else None
+        if connection is not None:
+            return connection.peer, connection.rank
+        info = to if isinstance(to, WorkerInfo) else self._membership.info(to)
+        return info.name, info.id
+
+    def _dial(self, name: str, timeout: float) -> ClientConnection:
+        # Threads that dial at the same time each make a connection, and the first one is kept: no thread waits.
+        began = time.monotonic()
+        seconds = min(_DIAL_SECONDS, timeout or _DIAL_SECONDS)
+        with self._threads.blocked():
+            try:
+                return self._dial_now(name, began + seconds)
+            except ConnectionLostError as error:
+                if timeout and time.monotonic() - began >= timeout:
+                    raise timeout_error(name, timeout) from error
+                raise
+
+    def _dial_now(self, name: str, deadline: float) -> ClientConnection:
+        if self._closed:
+            raise UsageError("RPC has been shut down on this worker.")
+        entry = self._membership.find(name)
+        if entry is not None and self._references.instance_of(entry.rank) not in (None, entry.instance):
+            self._membership.refresh()  # another process has taken its name, and this worker has met it already
+            entry = self._membership.find(name)
+        if entry is None:
+            raise UsageError(f"{self._own.name} could not find destination {name!r}.")
+        if self._references.is_dead(entry.rank, entry.instance):
+            raise ConnectionLostError(f"{name} ({entry.host}, pid {entry.pid}) has died.")
+        _log.debug("%s: dialling %s (rank %d)", self._own.label, name, entry.rank)
+        client = ClientConnection(
+            self._threads, self._own.label, name, entry.rank, self._on_lost, self._references.take_refs
+        )
+        stream = self._dialer.dial(entry, deadline)
+        self._references.meet(entry.rank, entry.instance)
+        connection = self._new_connection(stream, entry.identity, client.want_output)
+        try:
+            connection.open_fd_channel()
+        except OSError as error:
+            connection.close()
+            raise ConnectionLostError(f"Can't talk to {name} ({entry.host}, pid {entry.pid}): {error}.") from error
+        client.attach(connection)
+        if self._fault_policy is not None:
+            client.wrap(self._make_faulty)
+        kept = self._keep(client)
+        if kept is not client:
+            client.lose("another connection was faster")
+        if kept is None:
+            raise UsageError("RPC has been shut down on this worker.")
+        return kept
+
+    def _keep(self, client: ClientConnection) -> ClientConnection | None:
+        """Register a new connection.
+
+        Returns:
+            The connection to use: this one, or one that another thread has dialled meanwhile; None after ``close``.
+        """
+        with self._lock:
+            if self._closed:
+                return None
+            kept = self.connections.setdefault(client.peer, client)
+            if kept is client:
+                self.by_rank[client.rank] = client
+            return kept
+
+    def _on_lost(self, client: ClientConnection, reason: str) -> None:
+        _log.info("%s: lost the connection to %s: %s", self._own.label, client.peer, reason)
+        with self._lock:
+            was_used = self.connections.get(client.peer) is client
+            if was_used:
+                del self.connections[client.peer]
+                self._sent_before += client.sent
+                if self.by_rank.get(client.rank) is client:
+                    del self.by_rank[client.rank]
+        self._references.route_lost(client, client.rank)
+        if was_used and not self._closed:
+            self._report_lost(client)
+
+    def probe(self, rank: int, timeout: float = 0.0) -> None:
+        """Dial a worker, unless there is a connection.
+
+        Raises:
+            UnresponsiveError: this worker does not know the others yet.
+            WrongPeerError: the worker is surely gone.
+            ConnectionLostError: it can't be reached.
+        """
+        if self._closed:
+            raise UsageError("RPC has been shut down on this worker.")
+        if not self._membership.joined.is_set():
+            raise UnresponsiveError("this worker is still joining the group, and does not know its address")
+        self._membership.refresh()
+        entry = self._membership.find(rank)
+        known = self._references.instance_of(rank)
+        if entry is None or (known is not None and entry.instance != known):
+            raise WrongPeerError(f"{self._membership.name_of(rank)} has left the group")
+        self.connect(entry.name, timeout)
+
+    # Farprop's own methods
+
+    def send_method(self, rank: int, method: Method, message: Message, call: FutureCall, system: bool) -> None:
+        """Call a method on another worker; raises like any call. ``system`` if it is short and runs no user code."""
+        message.name = method.value
+        if system:
+            message.flags |= SYSTEM
+        self.connect(rank, call.timeout).call_async(message, call)
+
+    def call_method(self, rank: int, method: Method, message: Message, timeout: float, system: bool) -> Message:
+        """Call a method on another worker, and wait for the answer."""
+        message.name = method.value
+        if system:
+            message.flags |= SYSTEM
+        connection = self.by_rank.get(rank)
+        if connection is None or connection.lost:
+            connection = self.connect(rank, timeout)
+        return connection.call_sync(message, timeout)
+
+    def is_ready(self, rank: int) -> bool:
+        """Whether a call to this worker would be sent without dialling or waiting."""
+        connection = self.by_rank.get(rank)
+        return connection is not None and connection.has_room
+
+    # Faults, for tests
+
+    def set_fault_policy(self, policy: FaultPolicy | None) -> FaultPolicy | None:
+        """Apply a fault policy to every message to other workers; returns the earlier policy."""
+        with self._lock:
+            before, self._fault_policy = self._fault_policy, policy
+            connections = list(self.connections.values()) if before is None else []
+        for connection in connections:
+            connection.wrap(self._make_faulty)
+        return before
+
+    def _make_faulty(self, connection: Any) -> Any:
+        return connection if isinstance(connection, FaultyConnection) else FaultyConnection(connection, self._decide)
+
+    def _decide(self, peer: str, message: Message) -> FaultDecision | None:
+        policy = self._fault_policy
+        return None if policy is None else policy(peer, message)
+
+    # State
+
+    @property
+    def open_calls(self) -> int:
+        return sum(connection.open_calls for connection in list(self.connections.values()))
+
+    @property
+    def requests_sent(self) -> int:
+        with self._lock:
+            return self._sent_before + sum(connection.sent for connection in self.connections.values())
+
+    def give_back(self) -> None:
+        """Return segments that no message has returned yet."""
+        for connection in list(self.connections.values()):
+            connection.give_back()
+
+    def lose(self, name: str, reason: str) -> None:
+        connection = self.connections.get(name)
+        if connection is not None:
+            connection.lose(reason)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            connections = list(self.connections.values())
+        for connection in connections:
+            connection.lose("this worker shut down")
+
+    def abandon(self) -> None:
+        """In a forked child, close the descriptors without sending anything to the peers."""
+        self._closed = True
+        for connection in self.connections.values():
+            connection.abandon()

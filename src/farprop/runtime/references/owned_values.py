@@ -1,0 +1,158 @@
+"""The runtime's side of the values that this worker owns: their slots, and what happens when they are freed.
+
+A value may be asked for before the call that makes it has arrived. Then it has an *early* slot, which the value takes
+over when the call arrives, and which fails when the call can't arrive any more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from farprop.errors import ReferenceLostError
+from farprop.ids import GlobalId
+from farprop.protocol.references.messages import Fork
+from farprop.protocol.references.records import OwnedValue, Value
+from farprop.runtime.references.control_sender import ControlTransport
+from farprop.runtime.references.guarded_machine import GuardedMachine
+from farprop.runtime.references.value_slot import ValueSlot
+
+_REMEMBERED = 1000  # far more than the requests of one worker that are read and not run yet
+
+
+class OwnedValues:
+    """The slots of this worker's values.
+
+    Args:
+        guard: The state machine.
+        worker: The name of this worker, for errors.
+        transport: Runs work on pool threads, and knows the names of peers.
+    """
+
+    def __init__(self, guard: GuardedMachine, worker: str, transport: ControlTransport) -> None:
+        self._guard = guard
+        self._machine = guard.machine
+        self._worker = worker
+        self._transport = transport
+        self.early_slots: dict[GlobalId, ValueSlot] = {}
+        self.given_up: dict[GlobalId, None] = {}  # the last values that were given up, oldest first
+        self._own_calls: dict[GlobalId, OwnedValue] = {}  # values that calls to this worker itself will make
+        self._freed: deque[OwnedValue] = deque()
+        self._release_submitted = False
+
+    def own(self, slot: ValueSlot) -> OwnedValue:
+        value = self._guard.run(self._machine.own)
+        value.slot = slot
+        return value
+
+    def slot(self, value: OwnedValue) -> ValueSlot:
+        """The slot of a value, made on first sight. Called under the lock."""
+        slot: ValueSlot | None = getattr(value, "slot", None)
+        if slot is None:
+            value.slot = slot = self.early_slots.pop(value.rref, None) or ValueSlot()
+            if value.state is Value.BROKEN:
+                slot.fail(self.never_made(value.rref))
+        return slot
+
+    def give_up(self, rrefs: Iterable[GlobalId]) -> list[tuple[GlobalId, ValueSlot]]:
+        """These values will never be made, unless they exist. Called under the lock.
+
+        Returns:
+            The slots that requests wait for in vain, for ``fail_given_up``. A request that was sent before this and
+            runs after it must not wait either, so the last of these values are remembered.
+        """
+        broken: list[tuple[GlobalId, ValueSlot]] = []
+        for rref in rrefs:
+            if self._machine.find(rref) is None:
+                self.given_up[rref] = None
+                if len(self.given_up) > _REMEMBERED:
+                    del self.given_up[next(iter(self.given_up))]
+                slot = self.early_slots.pop(rref, None)
+                if slot is not None:
+                    broken.append((rref, slot))
+        return broken
+
+    def fail_given_up(self, broken: Iterable[tuple[GlobalId, ValueSlot]]) -> None:
+        """End the requests that wait for values that ``give_up`` found. Called without the lock."""
+        for rref, slot in broken:
+            slot.fail(self.never_made(rref))
+
+    def slot_of(self, rref: GlobalId, exists: bool) -> ValueSlot:
+        slot = self._guard.locked(self._find_slot, rref, exists)
+        if slot is None:
+            raise ReferenceLostError(
+                f"{self._worker} does not have the value of RRef {rref}: it was freed because a worker that held it "
+                "died or was taken for dead, or the call that should have made it is lost."
+            )
+        return slot
+
+    def _find_slot(self, rref: GlobalId, exists: bool) -> ValueSlot | None:
+        value = self._machine.find(rref)
+        if value is not None:
+            return self.slot(value)
+        if not exists and rref not in self.given_up and self._machine.may_come(rref):
+            return self.early_slots.setdefault(rref, ValueSlot())
+        return None
+
+    def make(self, sender: int, creation: Fork, function: bytes, site: bytes) -> OwnedValue | None:
+        """A call arrived that makes a value; None if it must not run. Called under the lock."""
+        if sender == self._machine.own_rank:
+            return self._own_calls.get(creation.rref)
+        value = self._machine.make(sender, creation.rref, creation.fork)
+        if value is not None:
+            slot = self.slot(value)
+            slot.maker, slot.site = function, site
+        return value
+
+    # Calls of this worker to itself
+
+    def own_call(self, value: OwnedValue) -> Fork:
+        fork = self._guard.run(self._machine.new_id)
+        self._own_calls[value.rref] = value
+        return Fork(self._machine.own_rank, value.rref, fork, exists=False)
+
+    def own_call_ended(self, value: OwnedValue) -> None:
+        self._own_calls.pop(value.rref, None)
+
+    # Values that are never made
+
+    def never_made(self, rref: GlobalId) -> ReferenceLostError:
+        creator = self._transport.name_of_rank(rref.created_on)
+        return ReferenceLostError(
+            f"RRef {rref} was never made on {self._worker}: {creator}, which called for it, died or lost the link."
+        )
+
+    def on_broken(self, value: OwnedValue) -> None:
+        """The machine says that a value will never be made."""
+        self._guard.locked(self.slot, value).fail(self.never_made(value.rref))
+
+    def take_early_slots_of(self, creator: int) -> list[ValueSlot]:
+        """Forget what a dead worker was to create; returns the slots that are to fail. Called under the lock."""
+        for rref in [rref for rref in self.given_up if rref.created_on == creator]:
+            del self.given_up[rref]
+        return [self.early_slots.pop(rref) for rref in list(self.early_slots) if rref.created_on == creator]
+
+    # Values that are freed
+
+    def on_freed(self, value: OwnedValue) -> None:
+        """Let go of a value on a pool thread: its finaliser is the user's, and may take its time."""
+        self._freed.append(value)
+        if not self._release_submitted:
+            self._release_submitted = True
+            try:
+                self._transport.submit(self._release)
+            except BaseException:
+                self._release_submitted = False
+                raise
+
+    def _release(self) -> None:
+        self._release_submitted = False  # first: a value that is added after the loop below needs another job
+        try:
+            while self._freed:
+                self._freed.popleft()
+        except IndexError:
+            pass  # another thread was faster
+
+    @property
+    def all_released(self) -> bool:
+        return not self._freed

@@ -1,0 +1,93 @@
+"""The call behind ``remote()``: its answer says that the owner counts the new reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from farprop.locks import make_lock
+from farprop.protocol.references.records import OwnedValue, UserReference
+from farprop.runtime.client_connection import FutureCall
+from farprop.runtime.futures import Future
+from farprop.runtime.profiling import ProfiledFunction
+from farprop.runtime.references.rref_context import RRefContext
+from farprop.runtime.references.user_references import creation_error
+from farprop.wire.dialect import Dialect
+from farprop.wire.message import ANSWER, Message
+
+# One for all calls: it is held for two lines.
+_lock = make_lock("remote_call")
+
+
+class RemoteCall(FutureCall):
+    """``keep`` is what has to live until the call has ended."""
+
+    __slots__ = ("_dialect", "_done", "_error", "_future", "_profile", "_references", "keep", "quick", "subject")
+
+    def __init__(
+        self,
+        timeout: float,
+        references: RRefContext,
+        subject: UserReference | OwnedValue,
+        keep: Any,
+        profile: ProfiledFunction | None,
+        dialect: Dialect,
+    ) -> None:
+        self.timeout = timeout
+        # A value of this worker may be freed with the call, and its finaliser is the user's.
+        self.quick = isinstance(subject, UserReference)
+        self.subject = subject
+        self.keep = keep
+        self._references = references
+        self._profile = profile
+        self._dialect = dialect
+        self._done = False
+        self._error: Exception | None = None
+        self._future: Future | None = None
+
+    def finish(self, answer: Message | None, error: Exception | None) -> None:
+        if self._profile is not None:
+            self._profile.add(answer)
+        if answer is not None and answer.kind != ANSWER:
+            error = self._dialect.decode_failure(answer.payload)
+        if error is None:
+            self._end(None, self._references.created)
+        else:
+            self.fail(error)
+
+    def fail(self, error: Exception, sent: bool = True) -> None:
+        """The call got no answer, or a failure. ``sent``: it may have reached the owner."""
+        self._end(error, lambda record: self._references.creation_failed(record, error, sent))
+
+    def _end(self, error: Exception | None, tell: Callable[[UserReference], None]) -> None:
+        subject = self.subject
+        if isinstance(subject, UserReference):
+            tell(subject)
+        else:
+            self._references.own_call_ended(subject)
+            if error is not None:
+                subject.slot.break_off(creation_error("this worker", error))
+        self.keep = None
+        with _lock:
+            self._done = True
+            self._error = error
+            future = self._future
+        if future is not None:
+            self._references.submit(self._complete, future)  # its callbacks are the user's
+
+    def future(self) -> Future:
+        """Done when the owner has answered."""
+        with _lock:
+            if self._future is not None:
+                return self._future
+            future = self._future = Future()
+            done = self._done
+        if done:
+            self._complete(future)
+        return future
+
+    def _complete(self, future: Future) -> None:
+        if self._error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(self._error)

@@ -1,0 +1,274 @@
+"""Remote references of this worker: the state machine with the network behind it.
+
+``guarded_machine`` has the lock and carries out instructions, ``user_references`` and ``owned_values`` are the
+runtime's two sides, ``control_sender`` sends the operations, and ``RRefContext`` joins them for the worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from farprop.errors import ConnectionLostError, ReferenceLostError
+from farprop.ids import GlobalId, unguessable
+from farprop.protocol.references.messages import Batch, Fork, OperationKind
+from farprop.protocol.references.records import InstructionKind, OwnedValue, User, UserReference
+from farprop.protocol.references.state_machine import RRefStateMachine
+from farprop.runtime.peer_instances import PeerInstances
+from farprop.runtime.references.control_sender import ControlSender, ControlTransport
+from farprop.runtime.references.guarded_machine import GuardedMachine
+from farprop.runtime.references.owned_values import OwnedValues
+from farprop.runtime.references.user_references import ReferenceInfo, RRefHandle, UserReferences
+from farprop.runtime.references.value_slot import ValueSlot
+from farprop.wire.message import REFS, REMOTE, Creation, Message, ReceivedRefs, unpack_operations
+
+_GIVING_UP = frozenset({OperationKind.RECALL, OperationKind.FORGO, OperationKind.DELETE})
+_ID_BITS = 63
+
+
+class RRefContext:
+    """The references of one worker.
+
+    Args:
+        own_rank: This worker.
+        worker: Its name, for errors.
+        transport: The network, the pool and the timers.
+        on_context_ended: Is told when a peer says that an autograd context has ended: its id and the peer's rank.
+    """
+
+    def __init__(
+        self, own_rank: int, worker: str, transport: ControlTransport, on_context_ended: Callable[[GlobalId, int], None]
+    ) -> None:
+        self.own_rank = own_rank
+        self._worker = worker
+        self._transport = transport
+        self._on_context_ended = on_context_ended
+        # In a restricted job only those who were given a reference to a value can name it.
+        numbers = unguessable(_ID_BITS) if transport.dialect.restricted else None
+        self._machine = machine = RRefStateMachine(own_rank, numbers)
+        self._guard = guard = GuardedMachine(machine, transport.call_at_lockfree)
+        self._do = guard.run
+        self._users = UserReferences(guard, transport)
+        self._values = OwnedValues(guard, worker, transport)
+        self._sender = ControlSender(
+            transport, partial(guard.locked, machine.outgoing), partial(guard.run, machine.replied)
+        )
+        self._instances = PeerInstances(guard, self.died)
+        guard.handlers.update(
+            {
+                InstructionKind.SEND: self._sender.send,
+                InstructionKind.SEND_LATER: self._sender.send_later,
+                InstructionKind.SETTLED: self._users.on_settled,
+                InstructionKind.BROKEN: self._values.on_broken,
+                InstructionKind.FREED: self._values.on_freed,
+            }
+        )
+        self._closed = False
+
+    # References of this worker's program
+
+    def create(self, owner: int, site: str) -> UserReference:
+        """``remote()`` is about to call another worker; ``site`` is the line of the program, for inspection."""
+        return self._users.create(owner, site)
+
+    def created(self, record: UserReference) -> None:
+        """The owner has answered the call that makes the value."""
+        self._do(self._machine.made, record)
+
+    def creation_failed(self, record: UserReference, error: Exception, sent: bool) -> None:
+        """The call that makes the value has no answer, so every use of the reference raises.
+
+        Args:
+            record: The reference.
+            error: Why there is no answer.
+            sent: The call may have reached the owner.
+        """
+        self._users.creation_failed(record, error, sent)
+
+    def abandon(self, subject: UserReference | OwnedValue, sent: bool) -> None:
+        """``remote()`` raises: the program never gets the reference. ``sent``: the call may have left."""
+        if isinstance(subject, OwnedValue):
+            self._values.own_call_ended(subject)
+        else:
+            self._users.abandon(subject, sent)
+
+    def own(self, slot: ValueSlot) -> OwnedValue:
+        """A record for a value of this worker."""
+        return self._values.own(slot)
+
+    def own_call(self, value: OwnedValue) -> Fork:
+        """A call to this worker itself is about to make this value."""
+        return self._values.own_call(value)
+
+    def own_call_ended(self, value: OwnedValue) -> None:
+        """That call has ended, or was never sent."""
+        self._values.own_call_ended(value)
+
+    def submit(self, function: Callable[..., None], *args: Any) -> None:
+        """Run something on a thread of the pool."""
+        self._transport.submit(function, *args)
+
+    def hold(self, record: UserReference) -> RRefHandle:
+        """A handle for the program. The reference is dropped when the handle is collected."""
+        return RRefHandle(self._users, record)
+
+    def drop_all(self) -> None:
+        """The job ends: drop every reference, whether the program can reach it or not."""
+        self._users.drop_all()
+
+    def clean_up(self, rank: int, context: GlobalId) -> None:
+        """Tell another worker that an autograd context has ended."""
+        self._do(self._machine.clean_up, rank, context)
+
+    # Messages that leave
+
+    def attach_refs(self, message: Message, to: int, route: object, creation: Creation | None = None) -> None:
+        """Give the references that the codec met in a message their forks. Raises, and changes nothing, if one of them
+        can't be used.
+        """
+        if message.out_of_band:
+            sources = [rref._source("fork an UserRRef") for rref in message.out_of_band]
+            message.refs = self._do(self._fork_all, sources, to, route)
+            message.flags |= REFS
+        if creation is not None:
+            message.creation = creation
+            message.flags |= REMOTE
+
+    def _fork_all(self, sources: Sequence[UserReference | OwnedValue], to: int, route: object) -> list[Fork]:
+        return [self._machine.fork(source, to, route) for source in sources]
+
+    def not_sent(self, forks: Sequence[Fork]) -> None:
+        """A message with these forks was never sent."""
+        if forks:
+            self._do(self._machine.undelivered, forks)
+
+    def doubted(self, forks: Sequence[Fork]) -> None:
+        """A message with these forks may have been sent or not: ask the receiver."""
+        if forks:
+            self._do(self._machine.doubted, forks)
+
+    def route_lost(self, route: object, peer: int) -> None:
+        """A connection closed: ask which forks on it have arrived, and find out whether the worker lives."""
+        if not self._closed and self.concerned_with(peer):
+            self._do(self._machine.route_lost, route)
+            self._transport.suspect(peer)
+
+    # Messages that arrive
+
+    def take_refs(self, sender: int, message: Message) -> list[UserReference]:
+        """Take the references of a message that arrived; those that their owners don't count yet are returned."""
+        creation: OwnedValue | None = None
+        if message.creation is not None:
+            fork, site = message.creation
+            creation = self._do(self._make, sender, fork, message.name, site)
+        if not message.refs:
+            message.received_refs = ReceivedRefs(creation, [])
+            return []
+        records = self._do(self._arrive_all, message.refs, sender)
+        message.received_refs = ReceivedRefs(creation, [self._kept(record) for record in records])
+        return [r for r in records if isinstance(r, UserReference) and r.state is User.ARRIVED]
+
+    def _make(self, sender: int, creation: Fork, function: bytes, site: bytes) -> OwnedValue | None:
+        return self._values.make(sender, creation, function, site)
+
+    def _arrive_all(self, forks: Sequence[Fork], sender: int) -> list[UserReference | OwnedValue]:
+        records = [self._machine.arrive(fork, sender) for fork in forks]
+        for record in records:
+            if isinstance(record, UserReference):
+                record.info = ReferenceInfo()
+            else:
+                self._values.slot(record)
+        return records
+
+    def _kept(self, record: UserReference | OwnedValue) -> RRefHandle | OwnedValue:
+        return self.hold(record) if isinstance(record, UserReference) else record
+
+    def when_confirmed(self, records: list[UserReference], callback: Callable[[], None]) -> None:
+        """Call back once each of these references is confirmed or void: now, or when the last owner has answered."""
+        self._users.when_confirmed(records, callback)
+
+    def slot_of(self, rref: GlobalId, exists: bool) -> ValueSlot:
+        """The slot of a value of this worker that another worker asks for. The value may still have to be made.
+
+        Args:
+            rref: The value's id.
+            exists: Whether the asking worker knows that this one had a record of the value.
+
+        Raises:
+            ReferenceLostError: The value was freed, or will never be made.
+        """
+        return self._values.slot_of(rref, exists)
+
+    # Operations
+
+    def operate(self, peer: int, instance: str, number: int, operations: bytes) -> bytes:
+        """A batch came from another worker."""
+        batch = Batch(number, unpack_operations(operations))
+        given_up = [operation.rref for operation in batch.operations if operation.kind in _GIVING_UP]
+
+        def take() -> tuple[bytes, list[tuple[GlobalId, ValueSlot]]]:
+            if peer in self._machine.dead or self._instances.get(peer, instance) != instance:
+                raise ConnectionLostError(f"{self._worker} has taken this worker for dead.")
+            results = self._machine.incoming(peer, batch).results
+            return results, self._values.give_up(given_up)
+
+        results, broken = self._do(take)
+        self._values.fail_given_up(broken)
+        for operation in batch.operations:
+            if operation.kind is OperationKind.CLEANUP:  # to end a context twice does no harm
+                self._on_context_ended(operation.rref, peer)
+        return results
+
+    # Peers: which process has a rank, and who is dead
+
+    def meet(self, rank: int, instance: str) -> None:
+        """A worker has proved who it is. If another instance had its rank, that one is dead."""
+        self._instances.meet(rank, instance)
+
+    def instance_of(self, rank: int) -> str | None:
+        """The instance that was last met of a rank; None if there was none."""
+        return self._instances.get(rank)
+
+    def is_dead(self, rank: int, instance: str) -> bool:
+        """Whether this instance is known to be dead."""
+        return self._instances.is_dead(rank, instance)
+
+    def concerned_with(self, rank: int) -> bool:
+        """Whether the death of a worker would change anything here."""
+        return self._guard.locked(self._machine.concerns, rank)
+
+    def died(self, rank: int) -> None:
+        """A worker is dead: void references to its values, and give back its own."""
+        self._sender.forget(rank)
+        for slot in self._do(self._die, rank):
+            slot.fail(ReferenceLostError(f"{self._transport.name_of_rank(rank)} died before it made the value."))
+
+    def _die(self, rank: int) -> list[ValueSlot]:
+        self._machine.died(rank)
+        return self._values.take_early_slots_of(rank)
+
+    # Inspection
+
+    @property
+    def settled(self) -> bool:
+        """Nothing is on its way to another worker, and nothing is left to do."""
+        return self._guard.locked(
+            lambda: self._users.none_queued and self._guard.idle and self._values.all_released and self._machine.settled
+        )
+
+    def counts(self) -> dict[str, int]:
+        """How many values, references, forks and operations there are."""
+        return {**self._guard.locked(self._machine.counts), "num_pending_futures": self._sender.under_way}
+
+    def snapshot(self) -> tuple[list[UserReference], list[tuple[OwnedValue, list[int]]]]:
+        """The references to values of others, and the values that others refer to, with the ranks of those."""
+        users, owned = self._machine.users, self._machine.owned
+        return self._guard.locked(
+            lambda: (list(users.values()), [(value, list(value.forks.values())) for value in owned.values()])
+        )
+
+    def close(self) -> None:
+        """Send nothing any more."""
+        self._closed = True
+        self._sender.close()

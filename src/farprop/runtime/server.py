@@ -1,0 +1,627 @@
+"""The server: connections that other workers dialled, and the requests on them."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import CoroutineType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from farprop._torch import Future, find_builtin, get_operation
+from farprop.errors import (
+    AuthenticationError,
+    ConnectionLostError,
+    FarpropError,
+    NotExposedError,
+    OverloadedError,
+    ProtocolError,
+    RpcTimeoutError,
+)
+from farprop.ids import WorkerInfo
+from farprop.locks import make_lock
+from farprop.protocol.handshake import ListenerHandshake
+from farprop.protocol.references.records import OwnedValue
+from farprop.protocol.roster import Identity
+from farprop.runtime import profiling
+from farprop.runtime.acceptor import Acceptor
+from farprop.runtime.admission import MOST_UNREAD, AdmissionControl, BarrierGate
+from farprop.runtime.asyncio_bridge import AsyncioThread
+from farprop.runtime.autograd import anomaly
+from farprop.runtime.autograd.contexts import Context, ContextContainer, current_context
+from farprop.runtime.device_placement import DeviceMaps, careful_value
+from farprop.runtime.event_loop import HANGUP, IN, OUT
+from farprop.runtime.references.rref_context import RRefContext
+from farprop.runtime.references.value_slot import Deferred, not_a_future
+from farprop.runtime.thread_pool import STALL, ThreadPool
+from farprop.transport.connection import Connection
+from farprop.transport.sockets import make_ready
+from farprop.transport.tls import Stream, TlsSocket
+from farprop.wire.codec import decode_with
+from farprop.wire.dialect import Dialect, EncodeValue
+from farprop.wire.function_names import FunctionNotFound, shown_name
+from farprop.wire.message import ANSWER, FAILURE, NOTICE, PROFILED, REFS, REMOTE, REQUEST, SYSTEM, Message, Method
+from farprop.wire.tensors import DeviceMapRequired
+
+_log = logging.getLogger(__name__)
+
+_LARGEST_FAILURE = 1 << 20
+_QUICK = 100e-6
+_now = time.monotonic
+_is_grad_enabled = torch.is_grad_enabled
+
+Record = Callable[[], list[dict[str, Any]]]
+
+
+class PendingReply:
+    """The state of a request until it is answered.
+
+    For ``remote()``, ``creation`` is the slot that keeps the value. ``record`` returns the events of a profile.
+    ``context`` is the autograd context of the request, and ``call_trace`` its call trace in anomaly mode.
+    """
+
+    __slots__ = ("call_id", "call_trace", "connection", "context", "creation", "flags", "record")
+
+    def __init__(self, connection: Connection, flags: int, call_id: int, creation: OwnedValue | None = None) -> None:
+        self.connection = connection
+        self.flags = flags
+        self.call_id = call_id
+        self.creation = creation
+        self.record: Record | None = None
+        self.context: Context | None = None
+        self.call_trace = ""
+
+
+class Server:
+    """Accepts and authenticates connections, and runs the requests on them."""
+
+    def __init__(
+        self,
+        threads: ThreadPool,
+        own: WorkerInfo,
+        accepted: Callable[[socket.socket], tuple[ListenerHandshake, TlsSocket | None]],
+        new_connection: Callable[[Stream, Identity, Callable[[Connection], None]], Connection],
+        on_peer: Callable[[bytes], Identity],
+        check_membership: Callable[[Identity], None],
+        on_peer_lost: Callable[[Connection], None],
+        references: RRefContext,
+        contexts: ContextContainer,
+        devices: DeviceMaps,
+        gate: BarrierGate,
+        max_message_bytes: int,
+        dialect: Dialect,
+        methods: Mapping[Method, Callable[..., Any]],
+    ) -> None:
+        self.active = 0  # unanswered requests
+        self.active_async = 0  # those of them whose functions have returned futures
+        self._system_active = 0  # unanswered requests of farprop's own
+        self._active_lock = make_lock("server")
+        self._threads = threads
+        loop = self._loop = threads.loop
+        worker = self._worker = own.name
+        self._label = own.label
+        self._acceptor = Acceptor(loop, worker, accepted, on_peer, self._accept)
+        self._check_membership = check_membership
+        self._new_connection = new_connection
+        self._on_peer_lost = on_peer_lost
+        self._references = references
+        self._contexts = contexts
+        self._devices = devices
+        self._gate = gate
+        self._admission = AdmissionControl(worker, max_message_bytes)
+        self._dialect = dialect
+        self._resolve = dialect.resolve
+        self._may_be_system = dialect.may_be_system
+        self._vet = dialect.vet
+        self._decode_call = dialect.decode_call
+        self._methods = {method.value: handler for method, handler in methods.items()}
+        # Requests can arrive before the callers' device maps are known.
+        self._encode_value: EncodeValue = careful_value(dialect.encode_value)
+        self.gil_waits: list[float] | None = None  # in microseconds; None while they are not measured
+        self._connections: dict[int, Connection] = {}
+        self._identities: WeakKeyDictionary[Connection, Identity] = WeakKeyDictionary()
+        # Functions whose last run was short. An answer waits for more only if a short function runs next.
+        self._quick: set[bytes] = set()
+        self._slow: set[bytes] = set()
+        self._corked: set[Connection] = set()
+        self._coroutines = AsyncioThread(worker)
+
+    def know_device_maps(self) -> None:
+        """All workers have joined. Unless a device map moves CPU tensors, answers need no ``Place`` from now on."""
+        if not self._devices.moves_cpu_in_answers:
+            self._encode_value = self._dialect.encode_value
+
+    def listen(self, listener: socket.socket) -> None:
+        self._acceptor.listen(listener)
+
+    def _accept(self, sock: Stream, peer: Identity) -> None:
+        try:
+            make_ready(sock)
+            if sock.family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError as error:
+            _log.warning("%s: refused a connection: %s", self._label, error)
+            sock.close()
+            return
+        connection = self._new_connection(sock, peer, self._want_output)
+        connection.rank = peer.rank
+        self._connections[connection.fd] = connection
+        self._identities[connection] = peer
+        self._loop.add(connection.fd, IN | HANGUP, partial(self._on_events, connection))
+        self._close_if_stranger(connection)  # this worker may have joined meanwhile
+
+    def close_strangers(self) -> None:
+        """The members are known now: close earlier connections of processes that are not members."""
+        for connection in list(self._connections.values()):
+            self._close_if_stranger(connection)
+
+    def _close_if_stranger(self, connection: Connection) -> None:
+        identity = self._identities.get(connection)
+        try:
+            if identity is not None:
+                self._check_membership(identity)
+        except AuthenticationError as error:
+            _log.warning("%s: closed a connection: %s", self._label, error)
+            self._close(connection)
+
+    def _want_output(self, connection: Connection) -> None:
+        self._loop.change(connection.fd, IN | HANGUP | OUT)
+
+    def _on_events(self, connection: Connection, mask: int) -> None:
+        try:
+            if mask & OUT:
+                if connection.flush():
+                    self._loop.change(connection.fd, IN | HANGUP)
+                    if connection.outbox_bytes:
+                        self._want_output(connection)  # filled again before the change took effect
+                if self._run_held(connection):
+                    self._want_output(connection)  # and input
+            if mask & ~OUT == 0:
+                return
+            if connection.outbox_bytes > MOST_UNREAD and mask & ~(IN | OUT) == 0:
+                self._admission.pause(connection)
+                self._loop.change(connection.fd, HANGUP | OUT)
+                return
+            messages = connection.receive()
+        except BlockingIOError:
+            return
+        except Exception as error:  # messages may be lost: the connection can't go on
+            _log.error("%s: closed the connection from %s: %s", self._label, connection.peer, error)
+            self._close(connection)
+            return
+        if messages is None:
+            self._close(connection)
+            return
+        now = _now()
+        for message in messages:
+            if message.kind == REQUEST:
+                self._accept_request(connection, message, now)
+            elif message.kind != NOTICE:
+                _log.error(
+                    "%s: closed the connection from %s: message kind %d", self._label, connection.peer, message.kind
+                )
+                self._close(connection)
+                return
+
+    def _accept_request(self, connection: Connection, message: Message, now: float) -> None:
+        """Queue a request, unless it is refused. It counts as active until it is answered."""
+        flags = message.flags
+        _log.debug("%s: has call %d of %s (rank %d)", self._label, message.call_id, connection.peer, connection.rank)
+        may_be_system = self._may_be_system
+        if (
+            may_be_system is not None
+            and flags & SYSTEM
+            and (flags & (REFS | REMOTE) or not may_be_system(message.name))
+        ):
+            flags = message.flags = flags & ~SYSTEM
+        deadline = now + message.seconds if message.seconds else 0.0
+        if flags & (REFS | REMOTE):
+            self._take_references(connection, message, deadline)
+        elif flags & SYSTEM:
+            self._count(flags, 1)
+            # Farprop's own requests are short, and never wait for the program's calls.
+            self._threads.push_answer(self._run, connection, message, deadline)
+        else:
+            with self._active_lock:
+                self.active += 1
+            error = self._admission.admit(connection, message)
+            if error is None:
+                self._threads.push_request((self._run, (connection, message, deadline)))
+            else:
+                self._refuse(connection, message, error)
+
+    def _take_references(self, connection: Connection, message: Message, deadline: float) -> None:
+        """Take the references of a request. It runs when the owners have counted them."""
+        try:
+            unconfirmed = self._references.take_refs(connection.rank, message)
+        except Exception as error:
+            _log.error("%s: closed the connection from %s: %s", self._label, connection.peer, error)
+            self._close(connection)
+            return
+        self._count(message.flags, 1)
+        if not message.flags & SYSTEM:
+            overload = self._admission.admit(connection, message)
+            if overload is not None:
+                self._refuse(connection, message, overload)
+                return
+        if unconfirmed:
+            self._references.when_confirmed(
+                unconfirmed, lambda: self._threads.submit_request(self._run, connection, message, deadline)
+            )
+        else:
+            self._threads.push_request((self._run, (connection, message, deadline)))
+
+    def _refuse(self, connection: Connection, message: Message, error: OverloadedError) -> None:
+        refs = message.received_refs
+        reply = PendingReply(connection, message.flags, message.call_id, None if refs is None else refs.creation)
+        self._threads.push_answer(self._fail, reply, error)
+
+    def _run_held(self, connection: Connection) -> bool:
+        """Run the held requests if the caller has read its answers or is gone; returns whether it was paused."""
+        held = self._admission.resume(connection)
+        for run in held or ():
+            self._threads.submit_request(run)
+        return held is not None
+
+    def close_connections_of(self, rank: int) -> None:
+        for connection in [c for c in list(self._connections.values()) if c.rank == rank]:
+            self._close(connection)
+
+    def _close(self, connection: Connection) -> None:
+        with self._active_lock:
+            # By identity: another thread may have closed it, and another connection may have its descriptor by now.
+            if self._connections.get(connection.fd) is not connection:
+                return
+            del self._connections[connection.fd]
+        self._loop.remove(connection.fd)
+        if connection.close():
+            self._on_peer_lost(connection)
+        self._run_held(connection)
+
+    # Running requests
+
+    def _run(self, connection: Connection, message: Message, deadline: float) -> None:
+        started = _now()
+        name, flags = message.name, message.flags
+        if (
+            self._gate.is_shut
+            and not flags & SYSTEM
+            and self._gate.hold(connection.peer, name, partial(self._run, connection, message, deadline))
+        ):
+            return
+        if not flags & SYSTEM:
+            if connection.outbox_bytes > MOST_UNREAD and self._admission.hold(
+                connection, partial(self._run, connection, message, deadline)
+            ):
+                return
+            self._admission.begin(connection, message)
+        refs = message.received_refs
+        reply = PendingReply(connection, flags, message.call_id, None if refs is None else refs.creation)
+        if flags & REMOTE and reply.creation is None:
+            self._send_failure(reply, ConnectionLostError("its caller has given this call up as lost"))
+            return
+        if deadline and started > deadline:
+            self._fail(reply, _too_late(message.seconds))
+            return
+        if name not in self._quick:
+            if self._corked:
+                self.uncork()
+            if name in self._slow:
+                self._threads.yield_polling()
+        if self.gil_waits is not None:
+            self._measure_gil(self.gil_waits)
+        try:
+            function, args, kwargs = self._decode(reply, message)
+            settings = self._profile_settings(message) if flags & PROFILED else None
+        except (FunctionNotFound, NotExposedError) as error:
+            self._fail(reply, error)
+            return
+        except BaseException as error:
+            error.add_note(f"{self._worker} could not decode the call's arguments.")
+            self._fail(reply, error)
+            return
+        if _log.isEnabledFor(logging.DEBUG):
+            text = "%s: runs call %d of %s (rank %d): %s"
+            shown = shown_name(name, function)
+            _log.debug(text, self._label, reply.call_id, connection.peer, connection.rank, shown)
+        # With them the arguments' buffers, as soon as the function lets go of them; and an error's traceback would keep
+        # the value that this call makes.
+        del message, refs
+        outer = None if reply.context is None else current_context.set(reply.context)
+        try:
+            if settings is not None:
+                value, reply.record = profiling.run_profiled(settings, function, args, kwargs)
+            elif profiling.served_calls:
+                value = profiling.run_served(function, args, kwargs)
+            elif reply.call_trace:
+                value = anomaly.run_with_call_trace(reply.call_trace, function, args, kwargs)
+            else:
+                value = function(*args, **kwargs)
+        except BaseException as error:
+            if name.startswith(b"torch:") and isinstance(error, TypeError):
+                error = _operator_error(function, args, kwargs) or error
+            _log.warning("%s: %s raised %r", self._label, shown_name(name, function), error, exc_info=error)
+            self._fail(reply, error)
+            return
+        finally:
+            args, kwargs = (), {}
+            if outer is not None:
+                current_context.reset(outer)
+            if name:
+                seconds = _now() - started
+                if (seconds < _QUICK) != (name in self._quick) or (seconds > STALL) != (name in self._slow):
+                    self._remember(name, seconds)
+        if hasattr(function, "_wrapped_async_rpc_function"):
+            self._answer_later(reply, function, value)
+        elif type(value) is CoroutineType or type(value) is Deferred:
+            self._answer_when_done(reply, value)
+        else:
+            self._answer(reply, value)
+
+    def _decode(self, reply: PendingReply, message: Message) -> tuple[Any, Sequence[Any], dict[str, Any]]:
+        """Decode a request: the function, which may be one of farprop's methods, and its arguments."""
+        name = message.name
+        method = self._methods.get(name)
+        vet = self._vet
+        if method is None and vet is not None:
+            function = self._resolve(name)  # before the arguments: those of a function that is not exposed are not read
+        if message.autograd is None and message.received_refs is None and name:
+            args, kwargs = self._decode_call(message.payload, message.buffers, message.flags)
+        else:
+            travelled, args, kwargs = self._decode_with_heads(reply, message)
+            if not name:
+                function = travelled
+        if vet is not None:
+            vet(name, reply.connection.rank, reply.connection.peer, args, kwargs)
+        elif method is None and name:
+            function = self._resolve(name)
+        if method is not None:
+            return method, (reply.connection.rank, *args), kwargs
+        return function, args, kwargs
+
+    def _decode_with_heads(self, reply: PendingReply, message: Message) -> tuple[Any, Sequence[Any], dict[str, Any]]:
+        """Decode a request with heads: the function if it is pickled, else None, and its arguments.
+
+        A request of an autograd context runs in this context here, too, unless the context has ended meanwhile.
+        """
+        refs = () if message.received_refs is None else message.received_refs.items
+        head = message.autograd
+        context = None if head is None else self._contexts.meet(head.context_id)
+        if head is None or context is None:
+            return decode_with(refs, None, self._decode_arguments, message)
+        reply.context = context
+        reply.call_trace = head.call_trace
+        return context.receive(reply.connection.rank, head, refs, self._decode_arguments, message)
+
+    def _decode_arguments(self, message: Message) -> tuple[Any, Sequence[Any], dict[str, Any]]:
+        if message.name:
+            return None, *self._decode_call(message.payload, message.buffers, message.flags)
+        return self._dialect.decode_function_call(message.payload, message.buffers)
+
+    def _profile_settings(self, message: Message) -> dict[str, bool]:
+        if self._dialect.restricted:
+            raise ProtocolError("A restricted job records no profiles of calls.")
+        return profiling.unpack_settings(message.profile)
+
+    def _answer_when_done(self, reply: PendingReply, value: CoroutineType[Any, Any, Any] | Deferred) -> None:
+        """Answer when a coroutine or a deferred value is done."""
+        if isinstance(value, CoroutineType):
+            outer = current_context.set(reply.context)  # a task copies the context variables of its creator
+            self._coroutines.run(
+                value, lambda result: self._answer(reply, result), lambda error: self._fail(reply, error)
+            )
+            current_context.reset(outer)
+        else:
+            value.subscribe(lambda: self._threads.submit_request(self._resume, reply, value))
+
+    def _resume(self, reply: PendingReply, later: Deferred) -> None:
+        outer = current_context.set(reply.context)
+        try:
+            value = later.resume()
+        except BaseException as error:
+            self._fail(reply, error)
+            error.__traceback__ = None  # as in _answer_later
+        else:
+            if type(value) is CoroutineType or type(value) is Deferred:
+                self._answer_when_done(reply, value)
+            else:
+                self._answer(reply, value)
+        finally:
+            current_context.reset(outer)
+
+    def _answer_later(self, reply: PendingReply, function: Any, value: Any) -> None:
+        """Answer when the future of an ``async_execution`` function is done. Its thread is free until then."""
+        if not isinstance(value, Future):
+            self._fail(reply, not_a_future(function, value))
+            return
+
+        with self._active_lock:
+            self.active_async += 1
+
+        def done(future: Any) -> None:
+            with self._active_lock:
+                self.active_async -= 1
+            try:
+                result = future.wait()
+            except BaseException as error:
+                self._fail(reply, error)
+                error.__traceback__ = None  # a cycle through its frames and the future, which the collector can't see
+            else:
+                self._answer(reply, result)
+
+        value.add_done_callback(done)
+
+    def _answer(self, reply: PendingReply, value: Any) -> None:
+        if reply.creation is not None:
+            reply.creation.slot.fill(value)
+            value = None
+        try:
+            if reply.context is None and reply.record is None:
+                try:
+                    message = self._encode_value(value)
+                except DeviceMapRequired:
+                    message = self._encode(reply, value, placed=True)
+            else:
+                message = self._encode(reply, value)
+            if message.out_of_band:
+                self._references.attach_refs(message, reply.connection.rank, reply.connection)
+        except BaseException as error:
+            error.add_note(f"{self._worker} could not encode the function's result, a {type(value).__name__}.")
+            self._fail(reply, error)
+            return
+        del value
+        message.kind = ANSWER
+        self._send(reply, message)
+
+    def _encode(self, reply: PendingReply, value: Any, placed: bool = False) -> Message:
+        """Encode the answer: in the request's autograd context, with its profile's events, on the caller's devices.
+        ``placed``: it is known that it needs the device map.
+        """
+        context = reply.context
+        if value is None or (context is not None and context.is_released):
+            context = None
+        graph: list[Any] | None = None if context is None or not _is_grad_enabled() else []
+        if not placed:
+            try:
+                message = self._encode_value(value, graph)
+            except DeviceMapRequired:
+                placed = True
+        if placed:
+            place = self._devices.back_to(reply.connection.peer)
+            message = self._dialect.encode_value(value, graph, place)
+        if context is not None:
+            context.attach(message, reply.connection.rank, graph, reply.call_trace, placed)
+        if reply.record is not None:
+            message.flags |= PROFILED
+            message.profile = profiling.pack_record(reply.record())
+        return message
+
+    def _fail(self, reply: PendingReply, error: BaseException) -> None:
+        if reply.creation is None:
+            self._send_failure(reply, error)
+        else:
+            # The reference exists, and using it raises the error.
+            creation, reply.creation = reply.creation, None
+            creation.slot.fail(error)
+            self._answer(reply, None)
+
+    def _send_failure(self, reply: PendingReply, error: BaseException) -> None:
+        message = self._dialect.encode_failure(error, self._worker)
+        if len(message.payload) > _LARGEST_FAILURE:
+            short = RuntimeError(f"{type(error).__qualname__} was raised, and is too large to be sent")
+            message = self._dialect.encode_failure(short, self._worker)
+        message.kind = FAILURE
+        self._send(reply, message)
+
+    def _send(self, reply: PendingReply, message: Message) -> None:
+        connection, threads = reply.connection, self._threads
+        message.call_id = reply.call_id
+        _log.debug("%s: answers call %d of %s (rank %d)", self._label, reply.call_id, connection.peer, connection.rank)
+        # Only the leader lets answers wait: if the function that it runs next is slow after all, the watcher notices.
+        # Few callers wait for the answer to remote(), so it is sent with the next answer, most often that of a fetch.
+        unhurried = bool(reply.flags & REMOTE)
+        more = bool(unhurried or threads.requests) and threads.is_polling_thread()
+        try:
+            connection.send(message, more)
+            if more:
+                self._corked.add(connection)
+                more = unhurried or bool(threads.requests)
+        except ConnectionLostError as error:
+            _log.info("%s: the answer to %s is lost: %s", self._label, connection.peer, error)
+            if message.refs:
+                self._references.route_lost(connection, connection.rank)
+        except FarpropError as error:
+            self._references.not_sent(message.refs)
+            if message.kind == FAILURE:
+                raise
+            failure = self._dialect.encode_failure(error, self._worker)
+            failure.kind, failure.call_id = FAILURE, reply.call_id
+            connection.send(failure)
+        finally:
+            with self._active_lock:
+                if reply.flags & SYSTEM:
+                    self._system_active -= 1
+                else:
+                    self.active -= 1
+            if not more and self._corked:
+                self.uncork()
+
+    def uncork(self) -> None:
+        """Send the answers that wait for more."""
+        while self._corked:
+            try:
+                self._corked.pop().uncork()
+            except (KeyError, ConnectionLostError):
+                pass  # another thread was faster, or the loop will see the end of it
+
+    def _remember(self, name: bytes, seconds: float) -> None:
+        if seconds < _QUICK:
+            self._quick.add(name)
+            self._slow.discard(name)
+        else:
+            self._quick.discard(name)
+            if seconds > STALL:
+                self._slow.add(name)
+            else:
+                self._slow.discard(name)
+
+    def _measure_gil(self, waits: list[float]) -> None:
+        began = time.perf_counter()
+        time.sleep(0)  # releases the interpreter's lock and takes it again
+        waits.append((time.perf_counter() - began) * 1e6)
+        del waits[:-1000]
+
+    def _count(self, flags: int, step: int) -> None:
+        with self._active_lock:
+            if flags & SYSTEM:
+                self._system_active += step
+            else:
+                self.active += step
+
+    @property
+    def owes_system_answers(self) -> bool:
+        return self._system_active > 0 or any(c.outbox_bytes for c in list(self._connections.values()))
+
+    def close(self) -> None:
+        self._acceptor.close()
+        for connection in list(self._connections.values()):
+            self._loop.remove(connection.fd)
+            connection.close()
+        self._connections.clear()
+        self._coroutines.close()
+
+    def abandon(self) -> None:
+        self._acceptor.abandon()
+        for connection in self._connections.values():
+            connection.abandon()
+
+    def give_back(self) -> None:
+        for connection in list(self._connections.values()):
+            try:
+                connection.give_back()
+            except ConnectionLostError:
+                pass  # the loop sees the end of it
+
+
+def _too_late(seconds: float) -> RpcTimeoutError:
+    return RpcTimeoutError(
+        f"RPC ran for more than set timeout ({seconds * 1000:.0f} ms): its time was over before it could start, so it "
+        "was not run."
+    )
+
+
+def _operator_error(function: Any, args: Any, kwargs: Any) -> Exception | None:
+    """The error of an operator's schema. From Python operators raise TypeError, but torch's RPC reports this error."""
+    qualified = find_builtin(function)
+    if qualified is None:
+        return None
+    try:
+        get_operation(qualified)[0](*args, **kwargs)
+    except Exception as error:
+        return error
+    return None

@@ -1,0 +1,297 @@
+"""Shared memory between two workers of one host: segments that the sender writes and the receiver reads in place.
+
+A segment belongs to one direction of one connection. Rules that hold here:
+
+- It is *free* (the sender may write to it) or *lent* (the receiver uses it, the sender must not touch it).
+- The receiver returns it when the last tensor on it is garbage-collected. When the connection closes, lent segments
+  are dropped, never reused: the receiver may still read them.
+- Free segments count against the pool's limit, for all connections together; beyond it the oldest are dropped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+
+import numpy
+
+from farprop.errors import ProtocolError
+from farprop.locks import make_lock
+from farprop.transport.fd_channel import FdChannel
+
+# Copying a smaller buffer through the socket is faster than lending a segment.
+MIN_SHARED = 64 * 1024
+_CHUNK = 64 * 1024
+# With this many bytes of returned segments waiting for a message, ``on_returned`` is called.
+_MUCH = 16 << 20
+
+
+class Segment:
+    """Mapped shared memory on the sender's side."""
+
+    __slots__ = ("_array", "number", "size")
+
+    def __init__(self, number: int, size: int, channel: FdChannel) -> None:
+        """Make a segment and pass its descriptor to the receiver; raises ``OSError`` if that is not possible now."""
+        self.number = number
+        self.size = size
+        descriptor, mapping = new_shared_memory(size)
+        try:
+            self._array = numpy.frombuffer(view_of(mapping.root(), size), numpy.uint8)
+            if not channel.send(number, descriptor):
+                raise OSError("the descriptor channel is full")
+        finally:
+            os.close(descriptor)
+
+    def write(self, data: memoryview) -> None:
+        # NumPy releases the interpreter's lock while it copies.
+        self._array[: data.nbytes] = numpy.frombuffer(data, numpy.uint8)
+
+
+class SegmentPool:
+    """The free segments of all connections of a process. Drops the oldest when they exceed the limit."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = make_lock("segment_pool")
+        self._free: OrderedDict[tuple[int, int], tuple[ShmSender, Segment]] = OrderedDict()
+        self._free_bytes = 0
+
+    def add(self, sender: ShmSender, segment: Segment) -> None:
+        with self._lock:
+            self._free[id(sender), segment.number] = sender, segment
+            self._free_bytes += segment.size
+            drop = []
+            while self._free_bytes > self._limit and self._free:
+                _, (owner, oldest) = self._free.popitem(last=False)
+                self._free_bytes -= oldest.size
+                drop.append((owner, oldest))
+        for owner, oldest in drop:
+            owner.drop(oldest)
+
+    def take(self, sender: ShmSender, segment: Segment) -> bool:
+        """Claim a free segment; False if it has been dropped meanwhile."""
+        with self._lock:
+            if self._free.pop((id(sender), segment.number), None) is None:
+                return False
+            self._free_bytes -= segment.size
+            return True
+
+    def forget(self, sender: ShmSender) -> None:
+        with self._lock:
+            for key in [key for key in self._free if key[0] == id(sender)]:
+                self._free_bytes -= self._free.pop(key)[1].size
+
+    @property
+    def free_bytes(self) -> int:
+        return self._free_bytes
+
+    def validate(self) -> None:
+        with self._lock:
+            assert self._free_bytes == sum(segment.size for _, segment in self._free.values())
+
+
+class ShmSender:
+    """The sender's side of one connection."""
+
+    def __init__(self, pool: SegmentPool) -> None:
+        self.fd_channel: FdChannel | None = None  # without it no segments are lent
+        self._pool = pool
+        self._lock = make_lock("shm_sender")
+        self._numbers = itertools.count(1)
+        self._free: list[Segment] = []
+        self._lent: dict[int, Segment] = {}
+        self.dropped: deque[int] = deque()  # numbers of segments that the receiver has to unmap
+        self._closed = False
+
+    def lend(self, data: memoryview) -> Segment | None:
+        """Copy ``data`` into a segment for the receiver; None if there is no memory for it."""
+        segment = self._take(data.nbytes)
+        if segment is None:
+            return None
+        segment.write(data)
+        with self._lock:
+            if not self._closed:
+                self._lent[segment.number] = segment
+                return segment
+        return None
+
+    def _take(self, size: int) -> Segment | None:
+        with self._lock:
+            fitting = [s for s in self._free if size <= s.size <= 2 * size + (1 << 20)]
+            if len(fitting) > 1:
+                fitting.sort(key=lambda s: s.size)
+            for segment in fitting:
+                if self._pool.take(self, segment):
+                    self._free.remove(segment)
+                    return segment
+            number = next(self._numbers)
+        try:
+            channel = self.fd_channel
+            return None if channel is None else Segment(number, -(-size // _CHUNK) * _CHUNK, channel)
+        except (OSError, OverflowError):
+            return None
+
+    def take_back(self, numbers: Iterable[int]) -> None:
+        """The receiver has returned these segments."""
+        for number in numbers:
+            with self._lock:
+                segment = self._lent.pop(number, None)
+                if segment is None:
+                    raise ProtocolError(f"the peer gave back segment {number}, which it does not have")
+                self._free.append(segment)
+            self._pool.add(self, segment)
+        if self._closed:
+            self._pool.forget(self)
+
+    def drop(self, segment: Segment) -> None:
+        with self._lock:
+            if segment in self._free:
+                self._free.remove(segment)
+                self.dropped.append(segment.number)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        self._pool.forget(self)
+        with self._lock:
+            self._free.clear()
+            self._lent.clear()
+
+    @property
+    def lent_bytes(self) -> int:
+        with self._lock:
+            return sum(segment.size for segment in self._lent.values())
+
+
+class ShmReceiver:
+    """The receiver's side of one connection."""
+
+    def __init__(self, on_returned: Callable[[], None]) -> None:
+        """``on_returned`` is called when many returned bytes wait for a message. It runs inside the garbage collector,
+        so it may only set a flag and wake a thread.
+        """
+        self._on_returned = on_returned
+        self._returned_bytes = 0
+        self._memory: dict[int, SharedMapping] = {}
+        self._leases: dict[int, weakref.ref[object]] = {}
+        self.fd_channel: FdChannel | None = None
+        # The garbage collector appends to it at any moment, on any thread, and does nothing else.
+        self.returned: deque[int] = deque()
+
+    def borrow(self, number: int, length: int) -> memoryview:
+        """Return the memory of a segment. The segment is returned when nothing refers to this memory any more."""
+        memory = self._memory.get(number)
+        if memory is None:
+            memory = self._map(number)
+        if length > memory.size or number in self._leases:
+            raise ProtocolError(f"segment {number} is lent already or shorter than {length} bytes")
+        # The finaliser is on the exporting object, not on the view: NumPy makes its own view and drops ours.
+        root = memory.root()
+        leases, returned = self._leases, self.returned
+
+        def give_back(_: object) -> None:
+            leases.pop(number, None)
+            returned.append(number)
+            self._returned_bytes += length
+            if self._returned_bytes >= _MUCH:
+                self._returned_bytes = 0
+                self._on_returned()
+
+        leases[number] = weakref.ref(root, give_back)
+        return view_of(root, length)
+
+    def _map(self, number: int) -> SharedMapping:
+        if self.fd_channel is None:
+            raise ProtocolError(f"segment {number} on a connection that passes none")
+        descriptor = self.fd_channel.receive(number)
+        try:
+            memory = self._memory[number] = SharedMapping(descriptor, os.fstat(descriptor).st_size)
+        except OSError as error:
+            raise ProtocolError(f"segment {number} can't be mapped: {error}") from error
+        finally:
+            os.close(descriptor)
+        return memory
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Unmap segments that the sender dropped. Tensors on them keep their mapping alive."""
+        for number in numbers:
+            self._memory.pop(number, None)
+
+    def take_returned(self, most: int) -> list[int]:
+        """Remove and return up to ``most`` numbers of segments to give back."""
+        numbers: list[int] = []
+        self._returned_bytes = 0
+        while len(numbers) < most:
+            try:
+                numbers.append(self.returned.popleft())
+            except IndexError:
+                break
+        return numbers
+
+    def close(self) -> None:
+        self._on_returned = _do_nothing  # segments that are released from now on are not returned
+        self._memory.clear()
+
+
+def _do_nothing() -> None: ...
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+)  # fmt: skip
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class SharedMapping:
+    """A mapping of ``size`` bytes of a file. Its descriptor may be closed afterwards.
+
+    Python's ``mmap`` keeps a duplicate of the descriptor while the mapping lives: one per segment, on both sides. So
+    this class calls the C library's ``mmap``, and unmaps when nothing refers to the mapping any more.
+    """
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+        if address == _FAILED:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        self.address = int(address)
+        self.size = size
+        self._type = ctypes.c_char * size
+        weakref.finalize(self, _libc.munmap, self.address, size)
+
+    def root(self) -> ctypes.Array[ctypes.c_char]:
+        """A new buffer object on the memory. It keeps the mapping alive, and views of it keep it alive."""
+        made = self._type.from_address(self.address)
+        made.mapping = self  # type: ignore[attr-defined]
+        return made
+
+
+def new_shared_memory(size: int) -> tuple[int, SharedMapping]:
+    """Make shared memory of ``size`` zero bytes.
+
+    Returns:
+        The descriptor, to be passed to other processes and then closed by the caller, and the mapping.
+
+    Raises:
+        OSError: there is no memory for it.
+    """
+    descriptor = os.memfd_create("farprop", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, size)
+        return descriptor, SharedMapping(descriptor, size)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def view_of(root: ctypes.Array[ctypes.c_char], length: int) -> memoryview:
+    return memoryview(root).cast("B")[:length]

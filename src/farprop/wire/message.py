@@ -1,0 +1,405 @@
+"""The format of every message that travels between two workers, except for the handshake and process groups.
+
+A message is a header of fixed size, then a body, then the buffers that travel inline. The body holds, in this order:
+the function's name, the numbers of the returned shared-memory segments, the table of buffers, the heads that the flags
+announce (``REFS``, ``REMOTE``, ``CONTEXT``, ``PROFILED``, in this order), and the payload, which a codec wrote.
+
+Rules that hold here:
+
+- ``Message.pack`` writes all of the body, and ``Message.parse_heads`` reads the heads once, when the message arrives.
+- Garbage either parses or raises ``ProtocolError``, never anything else.
+- Flags are plain integers in the code that every call runs through: an operation on an ``IntFlag`` is a Python call.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from farprop.errors import ProtocolError
+from farprop.ids import GlobalId
+from farprop.protocol.backward.credit_recovery import Credit
+from farprop.protocol.backward.state_machine import ALL, CreditShare, PassId, Statuses
+from farprop.protocol.references.messages import Fork, Operation, OperationKind
+from farprop.protocol.references.records import OwnedValue
+
+
+class Kind(enum.IntEnum):
+    REQUEST = 1  # run a function or a method
+    ANSWER = 2  # its value
+    FAILURE = 3  # its exception
+    NOTICE = 4  # not a call: returned segments or, with FORGET, segments to unmap
+
+
+class Flag(enum.IntFlag):
+    SYSTEM = 1  # a request of farprop's own: not counted as work of the program
+    PROFILED = 2  # in a request: record the operators that it runs; in an answer: the record follows
+    FORGET = 4  # in a notice: the numbers are segments that the sender dropped
+    FAST = 8  # fast_codec wrote the payload
+    REFS = 16  # the message carries remote references
+    REMOTE = 32  # a request of remote(): keep the value, under this reference
+    CONTEXT = 64  # the message belongs to a distributed autograd context
+
+
+REQUEST, ANSWER, FAILURE, NOTICE = (int(kind) for kind in Kind)
+SYSTEM, PROFILED, FORGET, FAST, REFS, REMOTE, CONTEXT = (int(flag) for flag in Flag)
+ALL_FLAGS = sum(Flag)
+HEADS = REFS | REMOTE | CONTEXT | PROFILED
+
+
+class Method(enum.Enum):
+    """Farprop's own methods. Each travels as one byte in the place of a function's name."""
+
+    CONTROL = b"\x01"  # a batch of operations on references
+    FETCH = b"\x02"  # the value of a reference
+    REF_BACKWARD = b"\x03"  # run a backward pass from it
+    GRADIENTS = b"\x10"  # gradients of a backward pass
+    RETURN_CREDIT = b"\x11"  # credit goes back to the pass's origin
+    RELEASE = b"\x12"  # which of a blocked worker's sends are used
+    SURVEY = b"\x13"  # which sends are reachable from these
+    PASS_FAILED = b"\x14"  # to the origin: its pass failed
+    ABORT = b"\x15"  # from the origin: undo the pass
+    CONTEXT_EXISTS = b"\x16"  # to the creator of a context: does it still exist
+
+
+# kind, flags, buffers, name length, returned segments, call id, seconds left (0: no deadline), heads and payload
+HEADER = struct.Struct("<BBHHHQdQ")
+# length, segment (0: the bytes follow inline)
+BUFFER = struct.Struct("<QQ")
+MAX_BUFFERS = MAX_RETURNED = 0xFFFF
+MAX_SECONDS = 10 * 366 * 86400.0
+
+_COUNT = struct.Struct("<I")
+_FORK = struct.Struct("<HHQHQB")
+_SITE_LENGTH = struct.Struct("<H")
+_MAX_SITE = 0xFFFF
+# context, message id (0: no tensor requires grad), number of tensors that do, length of the anomaly mode's trace
+_AUTOGRAD = struct.Struct("<QQII")
+_OPERATION = struct.Struct("<BHQHQB")
+
+
+class AutogradHead(NamedTuple):
+    """The place of a message in a distributed autograd context."""
+
+    context_id: int
+    message_id: int
+    """Torch's autograd message id, which pairs the send and the recv node of this message. 0 for none."""
+    tensors: int
+    """How many tensors of the message require grad."""
+    call_trace: str
+    """In anomaly mode, the stack trace of the call."""
+
+
+class Creation(NamedTuple):
+    """The head of a ``remote()`` request: the reference under which the callee keeps the value."""
+
+    fork: Fork
+    site: bytes
+    """The line of the program that called ``remote()``."""
+
+
+class ReceivedRefs(NamedTuple):
+    """The references of a message, as the receiver's runtime resolved them."""
+
+    creation: OwnedValue | None
+    """The slot for the value of a ``remote()`` call; None for other calls, and for one that was recalled."""
+    items: Sequence[object]
+    """For each reference a handle, or the value's record if this worker owns it. The decoder finds them by index."""
+
+
+class Message:
+    """One message, sent or received.
+
+    To send one, a codec makes it with a payload, the runtime fills in the other fields, and ``pack`` writes it. A
+    ``FrameReader`` makes one from received bytes.
+
+    ``buffers`` holds memory; as read from the stream, it holds pairs of a segment's number and a length. ``keep`` keeps
+    the buffers' memory alive until they are sent. ``out_of_band`` are the objects that the codec found and that travel
+    as ``refs``. The receiver's runtime resolves ``refs`` and ``creation`` into ``received_refs``.
+    """
+
+    __slots__ = (
+        "autograd",
+        "buffers",
+        "call_id",
+        "creation",
+        "flags",
+        "keep",
+        "kind",
+        "name",
+        "out_of_band",
+        "payload",
+        "profile",
+        "received_refs",
+        "refs",
+        "returned_segments",
+        "seconds",
+        "sent",
+    )
+
+    def __init__(
+        self,
+        payload: bytes | memoryview,
+        buffers: list[Any],
+        keep: object = None,
+        flags: int = 0,
+        out_of_band: Sequence[Any] = (),
+        kind: int = REQUEST,
+        call_id: int = 0,
+        seconds: float = 0.0,
+        name: bytes = b"",
+        returned_segments: Sequence[int] = (),
+    ) -> None:
+        self.payload = payload
+        self.buffers = buffers
+        self.keep = keep
+        self.flags = flags
+        self.out_of_band = out_of_band
+        self.kind = kind
+        self.call_id = call_id
+        self.seconds = seconds
+        self.name = name
+        self.returned_segments = returned_segments
+        self.refs: Sequence[Fork] = ()
+        self.creation: Creation | None = None
+        self.autograd: AutogradHead | None = None
+        self.profile: bytes | memoryview = b""
+        self.received_refs: ReceivedRefs | None = None
+        self.sent = False  # True once some of its bytes may have been sent
+
+    def pack(self, table: Sequence[tuple[int, int]] = (), returned: Sequence[int] = ()) -> bytes:
+        """Write the message, except for its inline buffers.
+
+        Args:
+            table: for each buffer its length and its segment (0: it follows inline).
+            returned: numbers of segments to give back.
+
+        Returns:
+            The header and the body.
+        """
+        payload, name, flags = self.payload, self.name, self.flags
+        if flags & HEADS:
+            payload = self._pack_heads() + payload
+        header = HEADER.pack(
+            self.kind, flags, len(table), len(name), len(returned), self.call_id, self.seconds, len(payload)
+        )
+        if not table and not returned:
+            return header + name + payload
+        rows = [BUFFER.pack(*row) for row in table]
+        return b"".join((header, name, struct.pack(f"<{len(returned)}I", *returned), *rows, payload))
+
+    def _pack_heads(self) -> bytes:
+        parts: list[bytes | memoryview] = []
+        if self.flags & REFS:
+            parts.append(_COUNT.pack(len(self.refs)))
+            parts += [_pack_fork(fork) for fork in self.refs]
+        if self.creation is not None:
+            site = self.creation.site[:_MAX_SITE]
+            parts += (_pack_fork(self.creation.fork), _SITE_LENGTH.pack(len(site)), site)
+        if self.autograd is not None:
+            context_id, message_id, tensors, call_trace = self.autograd
+            trace = call_trace.encode() if call_trace else b""
+            parts += (_AUTOGRAD.pack(context_id, message_id, tensors, len(trace)), trace)
+        if self.flags & PROFILED:
+            parts += (_COUNT.pack(len(self.profile)), self.profile)
+        return b"".join(parts)
+
+    def parse_heads(self) -> None:
+        """Read the heads that the flags announce, and strip them from ``payload``."""
+        flags = self.flags
+        if not flags & HEADS or self.kind == FAILURE:
+            return
+        data = memoryview(self.payload)
+        at = 0
+        try:
+            if flags & REFS:
+                (count,) = _COUNT.unpack_from(data)
+                end = _COUNT.size + count * _FORK.size
+                if end > len(data):
+                    raise ProtocolError(f"a message says that it has {count} references, and is too short for them")
+                self.refs = [_fork_of(*row) for row in _FORK.iter_unpack(data[_COUNT.size : end])]
+                at = end
+            if flags & REMOTE:
+                fork = _fork_of(*_FORK.unpack_from(data, at))
+                (length,) = _SITE_LENGTH.unpack_from(data, at + _FORK.size)
+                at += _FORK.size + _SITE_LENGTH.size
+                self.creation = Creation(fork, bytes(data[at : at + length]))
+                at += length
+            if flags & CONTEXT:
+                context_id, message_id, tensors, length = _AUTOGRAD.unpack_from(data, at)
+                at += _AUTOGRAD.size
+                trace = bytes(data[at : at + length]).decode(errors="replace") if length else ""
+                self.autograd = AutogradHead(context_id, message_id, tensors, trace)
+                at += length
+            if flags & PROFILED:
+                (length,) = _COUNT.unpack_from(data, at)
+                at += _COUNT.size
+                self.profile = data[at : at + length]
+                at += length
+        except struct.error as error:
+            raise ProtocolError(f"the heads of a message are too short: {error}") from error
+        if at > len(data):
+            raise ProtocolError("a message is shorter than its heads say")
+        self.payload = data[at:]
+
+
+def check_header(kind: int, flags: int, seconds: float) -> None:
+    """Raises ``ProtocolError`` for a header that no worker writes."""
+    if not REQUEST <= kind <= NOTICE or flags & ~ALL_FLAGS:
+        raise ProtocolError(f"unknown message kind {kind} or flags {flags:#x}")
+    if not 0.0 <= seconds <= MAX_SECONDS:
+        raise ProtocolError(f"a deadline of {seconds} seconds makes no sense")
+
+
+def notice(returned: Sequence[int] = (), flags: int = 0) -> bytes:
+    """Pack a notice of returned segments or, with ``FORGET``, of dropped ones."""
+    return Message(b"", [], flags=flags, kind=NOTICE).pack((), returned)
+
+
+# References
+
+
+def _pack_fork(fork: Fork) -> bytes:
+    return _FORK.pack(fork.owner, *fork.rref, *fork.fork, fork.exists)
+
+
+def _fork_of(owner: int, rref_on: int, rref: int, fork_on: int, fork: int, exists: int) -> Fork:
+    return Fork(owner, GlobalId(rref_on, rref), GlobalId(fork_on, fork), bool(exists))
+
+
+def pack_operations(operations: Sequence[Operation]) -> bytes:
+    return b"".join([_OPERATION.pack(kind, *rref, *fork, flag) for kind, rref, fork, flag in operations])
+
+
+def unpack_operations(data: bytes) -> tuple[Operation, ...]:
+    try:
+        return tuple(
+            Operation(OperationKind(kind), GlobalId(rref_on, rref), GlobalId(fork_on, fork), bool(flag))
+            for kind, rref_on, rref, fork_on, fork, flag in _OPERATION.iter_unpack(data)
+        )
+    except (struct.error, ValueError) as error:
+        raise ProtocolError(f"a batch of operations on references makes no sense: {error}") from error
+
+
+# Backward passes
+
+# context, message id, origin, number, the origin's oldest running pass, flags; a credit share follows
+_PASS = struct.Struct("<QQHQQB")
+# level of the credit, length of its parts, number of statuses; an empty share stands for all of the credit
+_SHARE = struct.Struct("<IHH")
+_STATUS = struct.Struct("<HIB")
+# message id, number of gradients, length of the credit share
+_PART = struct.Struct("<QIH")
+_DEEPEST = 1 << 18  # the highest accepted level of a credit: half of the format's limit, so that it can be split
+_FAST_MODE, _KEEP_GRAPH, _ANOMALY = 1, 2, 4
+
+
+class PassHead(NamedTuple):
+    """The head of every message of a backward pass."""
+
+    context_id: int
+    message_id: int
+    """The id of the forward message that the gradients belong to; 0 without gradients."""
+    pass_id: PassId
+    oldest: int
+    """The number of the origin's oldest pass in this context that still runs."""
+    fast: bool
+    keep_graph: bool
+    anomaly: bool
+    share: CreditShare
+
+    def pack(self) -> bytes:
+        context_id, message_id, (origin, number), oldest, fast, keep_graph, anomaly, share = self
+        flags = _FAST_MODE * fast | _KEEP_GRAPH * keep_graph | _ANOMALY * anomaly
+        head = _PASS.pack(context_id, message_id, origin, number, oldest, flags)
+        return head if share is ALL else head + pack_share(share)
+
+    @classmethod
+    def parse(cls, data: bytes) -> PassHead:
+        try:
+            context_id, message_id, origin, number, oldest, flags = _PASS.unpack_from(data)
+        except struct.error as error:
+            raise _nonsense(error) from error
+        share = ALL if len(data) == _PASS.size else unpack_share(data[_PASS.size :])
+        fast, keep_graph, anomaly = bool(flags & _FAST_MODE), bool(flags & _KEEP_GRAPH), bool(flags & _ANOMALY)
+        return cls(context_id, message_id, PassId(origin, number), oldest, fast, keep_graph, anomaly, share)
+
+
+class GradientPart(NamedTuple):
+    """Gradients for one of the sends of the worker that an answer goes to."""
+
+    message_id: int
+    share: CreditShare
+    gradients: int
+    """How many of the payload's gradients belong to this part."""
+
+
+class GradientAnswer(NamedTuple):
+    """The head of the answer to ``Method.GRADIENTS``. The payload holds the gradients of all parts."""
+
+    parts: Sequence[GradientPart]
+    credit: CreditShare | None
+    """The credit that returns to the origin, which is the caller."""
+
+    def pack(self) -> bytes:
+        rows = [_COUNT.pack(len(self.parts))]
+        for message_id, share, gradients in self.parts:
+            packed = b"" if share is ALL else pack_share(share)
+            rows += (_PART.pack(message_id, gradients, len(packed)), packed)
+        if self.credit is not None:
+            rows += (b"\x01", pack_share(self.credit))
+        return b"".join(rows)
+
+    @classmethod
+    def parse(cls, data: bytes) -> GradientAnswer:
+        parts: list[GradientPart] = []
+        try:
+            (count,) = _COUNT.unpack_from(data)
+            at = _COUNT.size
+            for _ in range(count):
+                message_id, gradients, length = _PART.unpack_from(data, at)
+                at += _PART.size
+                parts.append(GradientPart(message_id, unpack_share(data[at : at + length]), gradients))
+                at += length
+        except struct.error as error:
+            raise _nonsense(error) from error
+        if at > len(data):
+            raise _nonsense("it is too short")
+        return cls(parts, None if at == len(data) else unpack_share(data[at + 1 :]))
+
+
+def pack_share(share: CreditShare) -> bytes:
+    if share == ALL:
+        return b""
+    credit, statuses = share
+    parts = credit.parts.to_bytes((credit.parts.bit_length() + 7) // 8, "little")
+    rows = [_STATUS.pack(worker, number, blocked) for worker, (number, blocked) in statuses.items()]
+    return b"".join((_SHARE.pack(credit.level, len(parts), len(statuses)), parts, *rows))
+
+
+def unpack_share(data: bytes) -> CreditShare:
+    if not data:
+        return ALL
+    try:
+        level, size, count = _SHARE.unpack_from(data)
+        at = _SHARE.size + size
+        parts = int.from_bytes(data[_SHARE.size : at], "little")
+        # The level is the size in bits of the integers that are computed from it.
+        if level > _DEEPEST or parts.bit_length() > level + 1:
+            raise struct.error(f"a share of {parts.bit_length()} bits at level {level}")
+        statuses: Statuses = {}
+        for _ in range(count):
+            worker, statement, blocked = _STATUS.unpack_from(data, at)
+            statuses[worker] = statement, bool(blocked)
+            at += _STATUS.size
+        if at != len(data):
+            raise struct.error(f"expected {at} bytes, got {len(data)}")
+    except struct.error as error:
+        raise _nonsense(error) from error
+    return CreditShare(Credit(parts, level), statuses)
+
+
+def _nonsense(why: object) -> ProtocolError:
+    return ProtocolError(f"a message of a backward pass makes no sense: {why}")

@@ -1,0 +1,134 @@
+"""``send`` and ``recv`` on the backend farprop."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from farprop.errors import CollectiveError, CollectiveTimeoutError, RankLostError
+from tests.groups.kinds import default_group
+from tests.groups.native.layouts import environment
+from tests.support.workers import run_workers
+
+LAYOUT = pytest.mark.parametrize("layout", ["one", "tcp"])
+
+
+def messages(rank: int, size: int) -> None:
+    with default_group("farprop", rank, size) as group:
+        # Tags keep messages apart; those of one tag come in order.
+        if rank == 0:
+            for value, tag in ((1, 5), (2, 6), (3, 5)):
+                dist.send(torch.full((3,), float(value)), 1, tag=tag)
+        elif rank == 1:
+            x = torch.zeros(3)
+            for value, tag in ((2, 6), (1, 5), (3, 5)):
+                dist.recv(x, 0, tag=tag)
+                assert x.equal(torch.full((3,), float(value)))
+
+        # From whoever sends first.
+        x = torch.zeros(2, 2).t()
+        if rank == 0:
+            sources = [dist.recv(x, tag=9) for _ in range(size - 1)]
+            assert sorted(sources) == list(range(1, size))
+        else:
+            dist.send(torch.full((2, 2), float(rank)), 0, tag=9)
+
+        # More than the system holds, in both directions at once, and in one receive that was posted early.
+        count = 3_000_000
+        partner = (rank + 1) % size, (rank - 1) % size
+        x = torch.zeros(count)
+        receive = dist.irecv(x, partner[1])
+        dist.send(torch.full((count,), float(rank)), partner[0])
+        receive.wait()
+        assert receive.is_completed()
+        assert x.equal(torch.full((count,), float(partner[1])))
+        dist.send(torch.full((count,), float(rank)), partner[0])
+        dist.recv(x, partner[1])
+
+        requests = [dist.P2POp(dist.isend, torch.full((1,), float(rank)), partner[0])]
+        requests.append(dist.P2POp(dist.irecv, one := torch.zeros(1), partner[1]))
+        for request in dist.batch_isend_irecv(requests):
+            request.wait()
+        assert one.item() == partner[1]
+        empty = torch.zeros(0)
+        dist.send(empty, partner[0])
+        dist.recv(empty, partner[1])
+
+        objects = [{"rank": rank}]
+        if rank == 0:
+            dist.send_object_list(objects, 1)
+        elif rank == 1:
+            dist.recv_object_list(objects, 0)
+            assert objects == [{"rank": 0}]
+        group.monitored_barrier(timedelta(seconds=30))
+
+
+@LAYOUT
+def test_messages(layout):
+    run_workers(messages, 3, (3,), environment(layout, 3))
+
+
+def unfit(rank: int, size: int) -> None:
+    with default_group("farprop", rank, size):
+        if rank == 0:
+            dist.send(torch.ones(3), 1)
+            dist.send(torch.ones(2, dtype=torch.int32), 1)
+            dist.send(torch.ones(2), 1)
+        else:
+            x = torch.zeros(2)
+            with pytest.raises(CollectiveError, match="Rank 0 sends 12 bytes where 8 are received"):
+                dist.recv(x, 0)
+            with pytest.raises(CollectiveError, match="a tensor of int32 where one of float32"):
+                dist.recv(x, 0)
+            # What did not fit is gone, and nothing else is.
+            dist.recv(x, 0)
+            assert x.equal(torch.ones(2))
+        dist.barrier()
+
+
+@LAYOUT
+def test_messages_that_do_not_fit(layout):
+    run_workers(unfit, 2, (2,), environment(layout, 2))
+
+
+def nobody_sends(rank: int, size: int) -> None:
+    with default_group("farprop", rank, size) as group:
+        if rank == 0:
+            x = torch.zeros(1)
+            with pytest.raises(CollectiveTimeoutError, match=r"waited 0.2 s to receive from rank 1, with tag 3"):
+                group.recv([x], 1, 3).wait(timedelta(seconds=0.2))
+            with pytest.raises(CollectiveTimeoutError, match="Rank 1 failed to pass monitoredBarrier"):
+                group.monitored_barrier(timedelta(seconds=0.2))
+        dist.barrier()
+
+
+def test_nobody_sends():
+    run_workers(nobody_sends, 2, (2,))
+
+
+def some_do_not_come(rank: int, size: int) -> None:
+    with default_group("farprop", rank, size) as group:
+        if rank == 0:
+            words = "Ranks 1, 2 failed to pass monitoredBarrier. Rank 0 timed out in monitoredBarrier after 2 s"
+            with pytest.raises(CollectiveTimeoutError, match=words):
+                group.monitored_barrier(timedelta(seconds=2), wait_all_ranks=True)
+            # No time at all is not all the time there is.
+            with pytest.raises(CollectiveTimeoutError, match="Rank 1 failed to pass monitoredBarrier"):
+                group.monitored_barrier(timedelta(0))
+        elif rank == 3:
+            with pytest.raises(CollectiveTimeoutError, match="Rank 3 successfully reached monitoredBarrier, but"):
+                group.monitored_barrier(timedelta(seconds=2))
+        dist.barrier()
+        pair = dist.new_group([0, 1])
+        if rank == 1:
+            dist.destroy_process_group(pair)
+        elif rank == 0:
+            with pytest.raises(RankLostError, match="Rank 1 failed to pass monitoredBarrier. Rank 0 can't reach"):
+                pair.monitored_barrier(timedelta(seconds=30))
+
+
+def test_some_do_not_come_to_a_monitored_barrier():
+    run_workers(some_do_not_come, 4, (4,))

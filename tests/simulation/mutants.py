@@ -1,0 +1,278 @@
+"""Mutants of the references' protocol, to see that the checks notice. Each replaces a method by a wrong one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from farprop.ids import GlobalId
+from farprop.protocol.references.forks_in_transit import ForksInTransit
+from farprop.protocol.references.messages import Batch, ControlReply, Fork, Operation, OperationKind
+from farprop.protocol.references.owner_side import OwnerSide
+from farprop.protocol.references.records import (
+    OwnedValue,
+    User,
+    UserEvent,
+    UserReference,
+    Value,
+)
+from farprop.protocol.references.user_side import UserSide
+from farprop.protocol.reliable_channel import ReliableReceiver, ReliableSender
+from tests.simulation.harness import MUTANTS, mutant, mutated
+
+__all__ = ["MUTANTS", "mutated"]
+
+_arrive, _fork, _release = ForksInTransit.arrive, ForksInTransit.fork, ForksInTransit.release
+_revoke, _transit_on_death = ForksInTransit.revoke, ForksInTransit.on_death
+_come_home, _find_or_await, _forgo = OwnerSide.come_home, OwnerSide._find_or_await, OwnerSide.forgo
+_recall, _owner_on_death = OwnerSide.recall, OwnerSide.on_death
+_release_if_free, _on_registered, _release_parent = (
+    UserSide.release_if_free,
+    UserSide.on_registered,
+    UserSide._release_parent,
+)
+
+
+# Batches
+
+
+@mutant(ReliableReceiver, "take")
+def batches_done_again(self: ReliableReceiver, batch: Batch, execute: Callable[[Operation], bool]) -> ControlReply:
+    """A batch that comes again is done again."""
+    return ControlReply(batch.number, bytes([execute(operation) for operation in batch.operations]))
+
+
+@mutant(ReliableSender, "replied")
+def numbers_restart(self: ReliableSender, reply: ControlReply) -> Batch | None:
+    """The numbers of batches start again when everything is answered."""
+    batch = self._batch
+    if batch is None or batch.number != reply.number or len(reply.results) != len(batch.operations):
+        return None
+    self._batch = None
+    if not self._waiting:
+        self._number = 0
+    return batch
+
+
+@mutant(ReliableSender, "replied")
+def any_reply_will_do(self: ReliableSender, reply: ControlReply) -> Batch | None:
+    """A reply to an earlier batch is taken for one to this."""
+    batch = self._batch
+    if batch is None or len(reply.results) != len(batch.operations):
+        return None
+    self._batch = None
+    return batch
+
+
+@mutant(ReliableSender, "current")
+def batches_grow(self: ReliableSender) -> Batch | None:
+    """Operations join a batch that is on its way already."""
+    if self._batch is None and self._waiting:
+        self._number += 1
+        self._batch = Batch(self._number, ())
+    if self._batch is not None and self._waiting:
+        self._batch = Batch(self._number, (*self._batch.operations, *self._waiting))
+        self._waiting.clear()
+    return self._batch
+
+
+# Passing
+
+
+@mutant(ForksInTransit, "arrive")
+def confirmed_on_arrival(self: ForksInTransit, fork: Fork, sender: int) -> UserReference | OwnedValue:
+    """A reference from another user is taken for listed before the owner has said so."""
+    thing = _arrive(self, fork, sender)
+    if isinstance(thing, UserReference) and thing.state is User.ARRIVED:
+        self._users.move(thing, UserEvent.REGISTERED)
+    return thing
+
+
+@mutant(ForksInTransit, "arrive")
+def accepted_on_arrival(self: ForksInTransit, fork: Fork, sender: int) -> UserReference | OwnedValue:
+    """The parent is told that it need not hold its own before the owner lists the child."""
+    thing = _arrive(self, fork, sender)
+    if thing.state is User.ARRIVED:
+        self._plane.post(sender, Operation(OperationKind.ACCEPT, fork.rref, fork.fork))
+    return thing
+
+
+@mutant(UserSide, "release_if_free")
+def children_not_held(self: UserSide, reference: UserReference) -> None:
+    """A dropped reference is given back although the owner does not list a fork made from it."""
+    if reference.state is User.DROPPED:
+        kind = OperationKind.DELETE if reference.exists else OperationKind.FORGO
+        self._plane.post(reference.owner, Operation(kind, reference.rref, reference.fork, reference.orphans))
+        self.move(reference, UserEvent.CHILDREN_SAFE)
+
+
+@mutant(ForksInTransit, "fork")
+def own_fork_not_listed(self: ForksInTransit, source: UserReference | OwnedValue, to: int, route: object) -> Fork:
+    """The owner does not list a fork that it sends."""
+    fork = _fork(self, source, to, route)
+    if isinstance(source, OwnedValue) and self.passed.pop(fork.fork, None):
+        self._owner.unlist_fork(source, fork.fork)
+    return fork
+
+
+@mutant(ForksInTransit, "fork")
+def early_forks_say_exists(self: ForksInTransit, source: UserReference | OwnedValue, to: int, route: object) -> Fork:
+    """A fork of a value that is still to be made says that the owner has it."""
+    return _fork(self, source, to, route)._replace(exists=True)
+
+
+@mutant(ForksInTransit, "release")
+def accepted_is_gone(self: ForksInTransit, fork: GlobalId, listed: bool) -> None:
+    """The owner removes a fork from its list when the fork is accepted."""
+    _release(self, fork, listed=False)
+
+
+@mutant(OwnerSide, "_find_or_await")
+def never_awaited(self: OwnerSide, rref: GlobalId, exists: bool) -> OwnedValue | None:
+    """The owner refuses forks that arrive before the call that makes the value."""
+    return self.values.get(rref)
+
+
+@mutant(OwnerSide, "_accept_all")
+def awaited_never_accepted(self: OwnerSide, value: OwnedValue) -> None:
+    """Forks that came home before the value are not accepted when it is made."""
+    value.accepts = {}
+
+
+# Calls without answers, and lost messages
+
+
+@mutant(OwnerSide, "forgo")
+def forgo_forgotten(self: OwnerSide, rref: GlobalId, fork: GlobalId, orphans: bool) -> None:
+    """FORGO does nothing if the call has not arrived."""
+    _forgo(self, rref, fork, orphans)
+    self._forgone.discard(fork)
+
+
+@mutant(UserSide, "release_if_free")
+def doubtful_ends_silently(self: UserSide, reference: UserReference) -> None:
+    """The owner is not told when a reference ends whose call had no answer."""
+    if reference.state is User.DROPPED and not reference.children and not reference.exists:
+        self.move(reference, UserEvent.CHILDREN_SAFE)
+    else:
+        _release_if_free(self, reference)
+
+
+@mutant(ForksInTransit, "route_lost")
+def lost_route_ignored(self: ForksInTransit, route: object) -> None:
+    """Nobody asks after the forks in messages on a broken connection."""
+
+
+@mutant(ForksInTransit, "doubted")
+def doubts_ignored(self: ForksInTransit, forks: list[Fork]) -> None:
+    """Nobody asks after the forks in a message that may not have been sent."""
+
+
+@mutant(ForksInTransit, "revoke")
+def revoke_forgotten(self: ForksInTransit, rref: GlobalId, fork: GlobalId) -> bool:
+    """A fork that was given up as lost is taken when it arrives after all."""
+    came = _revoke(self, rref, fork)
+    self._revoked.discard(fork)
+    return came
+
+
+@mutant(ForksInTransit, "revoke")
+def never_came_taken_for_came(self: ForksInTransit, rref: GlobalId, fork: GlobalId) -> bool:
+    """REVOKE is always answered with yes."""
+    return True
+
+
+@mutant(OwnerSide, "recall")
+def recall_forgotten(self: OwnerSide, rref: GlobalId, fork: GlobalId) -> bool:
+    """A call that was given up as lost is run when it arrives after all."""
+    came = _recall(self, rref, fork)
+    self._recalled.discard(rref)
+    return came
+
+
+@mutant(OwnerSide, "recall")
+def recall_does_not_break(self: OwnerSide, rref: GlobalId, fork: GlobalId) -> bool:
+    """Those who wait for the value of a lost call are not told."""
+    value = self.values.get(rref)
+    if value is not None and fork in value.forks:
+        return True
+    self._recalled.add(rref)
+    return False
+
+
+@mutant(UserSide, "unsent")
+def unsent_not_recalled(self: UserSide, reference: UserReference) -> None:
+    """The owner waits for a call that was never sent."""
+    if reference.state in (User.CREATING, User.CREATING_DROPPED):
+        self.move(reference, UserEvent.UNSENT)
+
+
+@mutant(OwnerSide, "come_home")
+def broken_value_kept(self: OwnerSide, fork: Fork, sender: int) -> UserReference | OwnedValue:
+    """A fork that comes home after its value was recalled leaves a record that nobody removes."""
+    value = self._find_or_await(fork.rref, fork.exists)
+    if value is None or value.state is not Value.BROKEN:
+        return _come_home(self, fork, sender)
+    self._plane.post(sender, Operation(OperationKind.ACCEPT, fork.rref, fork.fork))
+    return value
+
+
+# Deaths
+
+
+@mutant(OwnerSide, "on_death")
+def dead_holders_listed(self: OwnerSide, peer: int) -> None:
+    """The owner goes on listing the forks of a dead worker."""
+    kept = {rref: {f: h for f, h in value.forks.items() if h == peer} for rref, value in self.values.items()}
+    _owner_on_death(self, peer)
+    for rref, forks in kept.items():
+        if rref in self.values:
+            self.values[rref].forks.update(forks)
+
+
+@mutant(ForksInTransit, "on_death")
+def dead_receivers_waited_for(self: ForksInTransit, peer: int) -> None:
+    """A reference is held for a fork that was passed to a dead worker."""
+
+
+@mutant(OwnerSide, "on_death")
+def dead_creators_waited_for(self: OwnerSide, peer: int) -> None:
+    """The owner waits for calls of a dead worker."""
+    awaited = [v for v in self.values.values() if v.state is Value.AWAITED and v.rref.created_on == peer and v.accepts]
+    for value in awaited:
+        del self.values[value.rref]
+    _owner_on_death(self, peer)
+    self.values.update({value.rref: value for value in awaited})
+
+
+@mutant(UserSide, "_release_parent")
+def refused_not_accepted(self: UserSide, reference: UserReference, event: UserEvent) -> None:
+    """A parent is not told when the owner refuses the child."""
+    if event is not UserEvent.REFUSED:
+        _release_parent(self, reference, event)
+
+
+@mutant(UserSide, "_release_parent")
+def dead_owner_not_accepted(self: UserSide, reference: UserReference, event: UserEvent) -> None:
+    """A parent is not told when the owner of the child dies."""
+    if event is not UserEvent.OWNER_DIED:
+        _release_parent(self, reference, event)
+
+
+@mutant(OwnerSide, "_find_or_await")
+def orphans_await_the_freed(self: OwnerSide, rref: GlobalId, exists: bool) -> OwnedValue | None:
+    """A fork whose parent died is taken for one that arrived before the value, though the value was made and freed."""
+    self._freed_orphaned.clear()
+    return _find_or_await(self, rref, exists)
+
+
+@mutant(OwnerSide, "on_death")
+def awaited_broken_by_any_death(self: OwnerSide, peer: int) -> None:
+    """The owner does not wait for a value if whoever passed it the reference dies, though its creator lives."""
+    for value in self.values.values():
+        value.accepts = {fork: parent for fork, parent in value.accepts.items() if parent != peer}
+    _owner_on_death(self, peer)
+
+
+@mutant(ForksInTransit, "_note_orphans")
+def orphans_forgotten(self: ForksInTransit, fork: GlobalId) -> None:
+    """Nobody tells the owner that there may be forks which a death has cut off."""

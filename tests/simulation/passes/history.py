@@ -1,0 +1,56 @@
+"""What really happened in each pass, on all workers, as no worker can know it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from farprop.protocol.backward.credit_recovery import Credit
+from farprop.protocol.backward.state_machine import PassId
+
+if TYPE_CHECKING:
+    from tests.simulation.passes.local_pass import LocalPass
+
+
+def amount(credit: Credit) -> Fraction:
+    """Exactly how much it is, without the arithmetic that is being tested."""
+    return Fraction(credit.parts, 1 << credit.level)
+
+
+class PassHistory:
+    """One pass, from the call of ``backward`` on."""
+
+    def __init__(self, pass_id: PassId, fast: bool, roots: tuple[int, ...], used: dict[int, set[int]]) -> None:
+        self.id = pass_id
+        self.fast = fast
+        self.roots = roots
+        self.used = used  # the sources of each worker that the roots reach
+        self.locals: dict[int, LocalPass] = {}  # every machine that it ever had
+        self.fed: dict[int, set[int]] = {}  # the sources whose gradients the graph of a worker has got
+        self.started: dict[int, set[int]] = {}  # the units that a worker has begun to run
+        self.ran: dict[int, set[int]] = {}  # those that it has run
+        self.running: Counter[int] = Counter()  # by worker
+        self.sent: set[tuple[int, int]] = set()  # the sends that gradients were sent to
+        self.loose = Fraction(0)  # credit that no machine has: on its way, or with a run
+        self.messages: Counter[str] = Counter()
+        self.faulty = False  # something happened that it may fail from
+        self.stuck = False
+        self.outcome = ""  # at the caller of backward: ended, failed or late, which is failed by the deadline
+
+    def __str__(self) -> str:
+        return f"pass {self.id.origin}.{self.id.number}"
+
+    @property
+    def is_complete(self) -> bool:
+        """Every send of every worker that takes part is used."""
+        return all(local.machine.sources <= self.used.get(rank, set()) for rank, local in self.locals.items())
+
+    def credit(self) -> Fraction:
+        """All that there is."""
+        total = self.loose
+        for local in self.locals.values():
+            total += amount(local.machine._recovered)
+            for _, _, share in local.machine._queue:
+                total += amount(share.credit)
+        return total

@@ -1,0 +1,322 @@
+"""State machines of backward passes with one method wrong each, to see that the checks notice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from farprop.protocol.backward.credit_recovery import Credit
+from farprop.protocol.backward.state_machine import (
+    BackwardStateMachine,
+    CreditShare,
+    Ended,
+    GiveBack,
+    PassAction,
+    Run,
+    Send,
+    Statuses,
+    Target,
+)
+from tests.simulation.harness import mutant
+
+_HEALTHY: dict[str, Any] = {name: value for name, value in vars(BackwardStateMachine).items() if callable(value)}
+
+
+def pass_mutant(method: str) -> Any:
+    return mutant(BackwardStateMachine, method, kind="passes")
+
+
+# Credit
+
+
+@mutant(Credit, "split", kind="passes")
+def credit_leaks(self: Credit, count: int) -> list[Credit]:
+    """What does not divide evenly is lost."""
+    bits = (count - 1).bit_length()
+    return [Credit(self.parts, self.level + bits)] * count
+
+
+@mutant(Credit, "split", kind="passes")
+def credit_grows(self: Credit, count: int) -> list[Credit]:
+    """Two shares are a half each, and so are three."""
+    return [self] if count == 1 else [Credit(self.parts, self.level + 1)] * count
+
+
+@mutant(Credit, "plus", kind="passes")
+def levels_ignored(self: Credit, other: Credit) -> Credit:
+    """Parts are added up as if they were of the same size."""
+    return Credit(self.parts + other.parts, max(self.level, other.level))
+
+
+@pass_mutant("on_ran")
+def last_share_dropped(self: BackwardStateMachine, run: Run) -> list[PassAction]:
+    """Of several messages that follow from a run, the last is not sent."""
+    actions = _HEALTHY["on_ran"](self, run)
+    sends = [action for action in actions if isinstance(action, Send)]
+    return [action for action in actions if len(sends) < 2 or action is not sends[-1]]
+
+
+@pass_mutant("on_ran")
+def nothing_to_send_nothing_to_say(self: BackwardStateMachine, run: Run) -> list[PassAction]:
+    """A worker where a run leads to nothing keeps the credit."""
+    return [action for action in _HEALTHY["on_ran"](self, run) if not isinstance(action, GiveBack)]
+
+
+@pass_mutant("_release")
+def released_and_kept(self: BackwardStateMachine) -> list[PassAction]:
+    """The origin gives credit to those it releases, and still counts it as its own."""
+    home = self._recovered
+    actions: list[PassAction] = _HEALTHY["_release"](self)
+    self._recovered = home
+    return actions
+
+
+# Statuses and rest
+
+
+@pass_mutant("on_credit")
+def ends_though_blocked(self: BackwardStateMachine, share: CreditShare) -> list[PassAction]:
+    """At rest the pass has ended, whoever is blocked."""
+    if self.failed or self.ended:
+        return []
+    self._recovered = self._recovered.plus(share.credit)
+    self.ended = self._recovered.is_whole
+    return [Ended()] if self.ended else []
+
+
+@pass_mutant("_report_status")
+def status_not_passed_on(self: BackwardStateMachine, statuses: Statuses) -> Statuses:
+    """A worker sends on the credit of others without what they said of themselves."""
+    return _HEALTHY["_report_status"](self, {})  # type: ignore[no-any-return]
+
+
+@pass_mutant("_report_status")
+def never_unblocked(self: BackwardStateMachine, statuses: Statuses) -> Statuses:
+    """A worker that was blocked never says that it is not any more."""
+    return _HEALTHY["_report_status"](self, statuses) if not self._reported[1] else statuses
+
+
+@pass_mutant("on_credit")
+def statuses_without_numbers(self: BackwardStateMachine, share: CreditShare) -> list[PassAction]:
+    """The status that comes last is taken for the newest."""
+    for worker in share.statuses:
+        self._statuses.pop(worker, None)
+    return _HEALTHY["on_credit"](self, share)  # type: ignore[no-any-return]
+
+
+@pass_mutant("_report_status")
+def two_statuses_are_enough(self: BackwardStateMachine, statuses: Statuses) -> Statuses:
+    """A worker that has said that it is blocked, and then that it is not, says nothing any more."""
+    return _HEALTHY["_report_status"](self, statuses) if self._reported[0] < 2 else statuses
+
+
+@pass_mutant("_report_status")
+def origin_forgets_itself(self: BackwardStateMachine, statuses: Statuses) -> Statuses:
+    """The origin does not count itself among the blocked."""
+    return statuses if self.own_rank == self.origin else _HEALTHY["_report_status"](self, statuses)
+
+
+@mutant(Credit, "is_whole", kind="passes")
+@property  # type: ignore[misc]
+def most_is_all(self: Credit) -> bool:
+    """Three quarters of the credit are taken for all of it."""
+    return self.parts * 4 >= 3 << self.level
+
+
+@mutant(BackwardStateMachine, "blocked", kind="passes")
+@property  # type: ignore[misc]
+def fast_does_not_wait(self: BackwardStateMachine) -> bool:
+    """A FAST pass, like a SMART one, does not care for sends that nothing is shared with."""
+    return any(n not in self._started and not self._arrived.isdisjoint(u.sources) for n, u in enumerate(self.units))
+
+
+@mutant(BackwardStateMachine, "blocked", kind="passes")
+@property  # type: ignore[misc]
+def smart_waits_for_all(self: BackwardStateMachine) -> bool:
+    """A SMART pass, like a FAST one, takes a worker for blocked if any of its sends has not come."""
+    return not self.sources <= self._arrived | self._unused
+
+
+@pass_mutant("on_ran")
+def smart_keeps_in_touch(self: BackwardStateMachine, run: Run) -> list[PassAction]:
+    """In a SMART pass, workers give some credit back with all that they send. It ends, and takes more messages."""
+    actions: list[PassAction] = _HEALTHY["on_ran"](self, run)
+    first = actions[0] if actions else None
+    if self.fast or self.own_rank == self.origin or not isinstance(first, Send):
+        return actions
+    kept, given = first.share.credit.split(2)
+    sent = Send(first.target, CreditShare(kept, first.share.statuses))
+    return [sent, GiveBack(CreditShare(given, {})), *actions[1:]]
+
+
+# Units
+
+
+@pass_mutant("_ready")
+def runs_with_the_first_source(self: BackwardStateMachine, settled: Iterable[int]) -> tuple[int, ...]:
+    """A unit runs when the first of its sources comes."""
+    settled = tuple(settled)
+    _HEALTHY["_ready"](self, settled)
+    ready = {n for source in settled if source in self._arrived for n in self._waiting.get(source, ())}
+    return tuple(sorted(ready))
+
+
+@pass_mutant("_ready")
+def runs_with_every_source(self: BackwardStateMachine, settled: Iterable[int]) -> tuple[int, ...]:
+    """A unit that has all of its sources runs again when another thing makes them known as unused."""
+    ready: tuple[int, ...] = _HEALTHY["_ready"](self, tuple(settled))
+    return ready if self._unused.isdisjoint(settled) else tuple(sorted(self._started))
+
+
+@pass_mutant("_ready")
+def unreached_runs_on_release(self: BackwardStateMachine, settled: Iterable[int]) -> tuple[int, ...]:
+    """What is left runs when it is known that nothing comes for it any more."""
+    settled = tuple(settled)
+    ready: tuple[int, ...] = _HEALTHY["_ready"](self, settled)
+    left = {n for s in settled for n in self._waiting.get(s, ()) if not self._missing[n] and n not in self._started}
+    return (*ready, *sorted(left))
+
+
+@pass_mutant("_next")
+def runs_overlap(self: BackwardStateMachine) -> list[PassAction]:
+    """What comes while something runs does not wait."""
+    self._running = False
+    return _HEALTHY["_next"](self)  # type: ignore[no-any-return]
+
+
+@pass_mutant("_next")
+def one_run_is_enough(self: BackwardStateMachine) -> list[PassAction]:
+    """What came while something ran is forgotten, but for the first."""
+    actions: list[PassAction] = _HEALTHY["_next"](self)
+    if actions:
+        self._queue.clear()
+    return actions
+
+
+# Surveys and releases
+
+
+@pass_mutant("reach")
+def survey_without_the_shared(self: BackwardStateMachine, sources: Iterable[int]) -> set[Target]:
+    """A worker that is asked what is used does not think of what several of its sources lead to."""
+    wanted = set(sources)
+    return {target for unit in self.units if unit.sources <= wanted for target in unit.targets}
+
+
+@pass_mutant("on_surveyed")
+def survey_ignores_a_worker(self: BackwardStateMachine, used: Mapping[int, frozenset[int]]) -> list[PassAction]:
+    """What the last worker said is not listened to."""
+    kept = {worker: used[worker] for worker in sorted(used)[:-1]}
+    return _HEALTHY["on_surveyed"](self, kept)  # type: ignore[no-any-return]
+
+
+@pass_mutant("on_release")
+def used_taken_for_unused(self: BackwardStateMachine, used: Iterable[int], share: CreditShare) -> list[PassAction]:
+    """A worker that is released waits for nothing any more."""
+    return _HEALTHY["on_release"](self, (), share)  # type: ignore[no-any-return]
+
+
+@pass_mutant("on_release")
+def released_for_nothing(self: BackwardStateMachine, used: Iterable[int], share: CreditShare) -> list[PassAction]:
+    """A worker that is released goes on waiting."""
+    return _HEALTHY["on_release"](self, self.sources, share)  # type: ignore[no-any-return]
+
+
+@pass_mutant("on_surveyed")
+def survey_ignores_the_origin(self: BackwardStateMachine, used: Mapping[int, frozenset[int]]) -> list[PassAction]:
+    """Nobody asks the origin, so that its own sends count as unused."""
+    kept = {worker: message_ids for worker, message_ids in used.items() if worker != self.own_rank}
+    return _HEALTHY["on_surveyed"](self, kept)  # type: ignore[no-any-return]
+
+
+@pass_mutant("_release")
+def released_once_only(self: BackwardStateMachine) -> list[PassAction]:
+    """Those that are blocked only when others have been released are not released."""
+    return _HEALTHY["_release"](self) if not self._released else []
+
+
+@pass_mutant("on_credit")
+def fast_surveys(self: BackwardStateMachine, share: CreditShare) -> list[PassAction]:
+    """A FAST pass releases those that are blocked, as a SMART one does."""
+    self.fast = False
+    return _HEALTHY["on_credit"](self, share)  # type: ignore[no-any-return]
+
+
+# Failure
+
+
+@pass_mutant("fail")
+def failure_ignored(self: BackwardStateMachine) -> bool:
+    """A pass that failed goes on."""
+    return not self.failed and not self.ended
+
+
+@pass_mutant("on_ran")
+def sends_after_failure(self: BackwardStateMachine, run: Run) -> list[PassAction]:
+    """What was running when the pass failed leads to messages all the same."""
+    failed, self.failed = self.failed, False
+    actions: list[PassAction] = _HEALTHY["on_ran"](self, run)
+    self.failed = failed
+    return actions
+
+
+@pass_mutant("on_gradient")
+def runs_after_failure(self: BackwardStateMachine, source: int, share: CreditShare) -> list[PassAction]:
+    """What comes after a failure is run."""
+    failed, self.failed = self.failed, False
+    actions: list[PassAction] = _HEALTHY["on_gradient"](self, source, share)
+    self.failed = failed
+    return actions
+
+
+@pass_mutant("fail")
+def failure_undoes_the_end(self: BackwardStateMachine) -> bool:
+    """A pass that has ended can still fail."""
+    news = not self.failed
+    self.failed = True
+    return news
+
+
+# The straight way
+
+
+@pass_mutant("start_unshared")
+def straight_around_others(self: BackwardStateMachine, source: int) -> Sequence[Target] | None:
+    """What is shared does not wait for its other sources."""
+    self._nothing_shared = not self.fast
+    if not self._nothing_shared or self.failed or source not in self.sources or source in self._arrived:
+        return None
+    self._arrived.add(source)
+    numbers = self._waiting[source]
+    self._started.update(numbers)
+    return [target for number in numbers for target in self.units[number].targets]
+
+
+@pass_mutant("start_unshared")
+def straight_twice(self: BackwardStateMachine, source: int) -> Sequence[Target] | None:
+    """That a source has come is not noted."""
+    targets = _HEALTHY["start_unshared"](self, source)
+    self._arrived.discard(source)
+    return targets  # type: ignore[no-any-return]
+
+
+@pass_mutant("start_unshared")
+def straight_in_fast(self: BackwardStateMachine, source: int) -> Sequence[Target] | None:
+    """A FAST pass takes the short way too, and says of nobody that it waits."""
+    self._nothing_shared = not self._shared
+    return _HEALTHY["start_unshared"](self, source)  # type: ignore[no-any-return]
+
+
+@pass_mutant("start_unshared")
+def straight_after_failure(self: BackwardStateMachine, source: int) -> Sequence[Target] | None:
+    """Gradients that come after a failure run all the same."""
+    failed, self.failed = self.failed, False
+    targets = _HEALTHY["start_unshared"](self, source)
+    self.failed = failed
+    return targets  # type: ignore[no-any-return]
+
+
+@pass_mutant("done_with")
+def credit_kept(self: BackwardStateMachine, share: CreditShare) -> list[PassAction]:
+    """Credit that nothing follows from stays where it is."""
+    return self.on_credit(share) if self.own_rank == self.origin else []

@@ -1,0 +1,136 @@
+"""The kinds of simulated jobs, many runs of them, and the report. Importing this registers all mutants."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from tests.simulation import mutants, world
+from tests.simulation.groups import mutants as group_mutants
+from tests.simulation.groups import world as group_world
+from tests.simulation.harness import MUTANTS, Mutant, Outcome, mutated
+from tests.simulation.passes import mutants as pass_mutants
+from tests.simulation.passes import runtime_mutants
+from tests.simulation.passes import world as pass_world
+
+MUTANT_FILES = (mutants, pass_mutants, runtime_mutants, group_mutants)
+
+
+class Kind(NamedTuple):
+    """A kind of simulated job, and what a report says of it."""
+
+    title: str
+    run: Callable[..., Outcome]
+    lists: dict[str, tuple[str, ...]]  # counts that are listed on a line each
+    faults: tuple[str, ...]  # counts that are shown in a table
+    kept: str = ""  # the text for the count "kept ids"
+
+
+KINDS = {
+    "references": Kind(
+        "Remote references",
+        world.run,
+        {
+            "messages": ("calls", "answers", "forks", "batches", "replies"),
+            "operations": ("REGISTER", "ACCEPT", "DELETE", "FORGO", "REVOKE", "RECALL"),
+        },
+        (
+            "lost messages",
+            "doubled messages",
+            "timeouts",
+            "unsent messages",
+            "interrupted sends",
+            "broken connections",
+            "partitions",
+            "false deaths",
+            "crashes",
+        ),
+        "ids that the workers keep until somebody dies",
+    ),
+    "passes": Kind(
+        "Backward passes",
+        pass_world.run,
+        {
+            "passes": ("SMART", "FAST", "complete", "compared with the other mode"),
+            "outcomes": ("ended", "failed", "stuck", "cut short"),
+            "messages": ("gradients", "give-backs", "surveys", "releases", "answers"),
+            "failure": ("failures", "aborts"),
+            "clean-up": ("clean-ups", "questions"),
+        },
+        ("timeouts", "failing units", "broken connections", "crashes"),
+    ),
+    "groups": Kind(
+        "Process groups",
+        group_world.run,
+        {"words": ("part words", "closed words", "goodbye words", "broken words")},
+        ("mismatches", "deaths", "partings"),
+    ),
+}
+
+
+def mutants_of(kind: str) -> dict[str, Mutant]:
+    return {name: mutant for name, mutant in MUTANTS.items() if mutant.kind == kind}
+
+
+_CHUNK = 50
+
+
+class Report:
+    """The sums over many runs of one kind."""
+
+    def __init__(self, kind: str = "references") -> None:
+        self.kind = KINDS[kind]
+        self.runs = 0
+        self.failed = 0
+        self.counts: Counter[str] = Counter()
+        self.runs_with: Counter[str] = Counter()
+
+    def add(self, outcome: Outcome) -> None:
+        self.runs += 1
+        self.failed += outcome.failure is not None
+        self.counts.update(outcome.counts)
+        self.runs_with.update(outcome.counts.keys())
+
+    def text(self, seconds: float) -> str:
+        lines = [f"{self.runs:,} seeds, {self.counts['steps']:,} steps, {seconds:.0f} s: {self.failed:,} failed"]
+        lines += [f"{name + ':':12}{self._listed(names)}" for name, names in self.kind.lists.items()]
+        if self.kind.kept:
+            lines.append(f"{self.kind.kept}: {self.counts['kept ids']:,}")
+        lines.append(f"{'faults':20}{'number':>12}{'runs with it':>16}")
+        lines += [f"{fault:20}{self.counts[fault]:>12,}{self.runs_with[fault]:>16,}" for fault in self.kind.faults]
+        return "\n".join(lines)
+
+    def _listed(self, names: Iterable[str]) -> str:
+        return ", ".join(f"{self.counts[name]:,} {name}" for name in names)
+
+
+def replay(outcome: Outcome, mutant: str | None) -> str:
+    """One line that runs a seed again."""
+    option = f" --mutant {mutant}" if mutant else ""
+    kind = f" --kind {outcome.kind}" if outcome.kind != kind_of(None, mutant) else ""
+    return f"python -m tests.simulation{kind} --seed {outcome.seed}{option}  # {outcome.failure}"
+
+
+def kind_of(kind: str | None, mutant: str | None) -> str:
+    """The kind of job to run: the one asked for, or the one that has to kill the mutant."""
+    return kind or (MUTANTS[mutant].kind if mutant else "references")
+
+
+def run_all(seeds: range, jobs: int, mutant: str | None, kind: str | None = None) -> Iterator[Outcome]:
+    """The outcomes of all seeds, in order."""
+    kind = kind_of(kind, mutant)
+    if jobs == 1:
+        with mutated(mutant):
+            yield from map(KINDS[kind].run, seeds)
+        return
+    chunks = [(seeds[start : start + _CHUNK], mutant, kind) for start in range(0, len(seeds), _CHUNK)]
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        for outcomes in pool.imap(_run_chunk, chunks):
+            yield from outcomes
+
+
+def _run_chunk(chunk: tuple[range, str | None, str]) -> list[Outcome]:
+    seeds, mutant, kind = chunk
+    return list(run_all(seeds, 1, mutant, kind))

@@ -1,0 +1,152 @@
+"""The state machine of a backward pass, one event at a time. The simulator tests many of them together."""
+
+from __future__ import annotations
+
+import pytest
+
+from farprop.protocol.backward.credit_recovery import WHOLE, Credit
+from farprop.protocol.backward.state_machine import (
+    ALL,
+    ROOTS,
+    BackwardStateMachine,
+    CreditShare,
+    Ended,
+    GiveBack,
+    PassAction,
+    Release,
+    Run,
+    Send,
+    Stuck,
+    Survey,
+    Target,
+    Unit,
+    UnknownSource,
+)
+
+HALF = Credit(1, 1)
+
+
+def _machine(own_rank: int, *units: tuple[set[int], list[Target]], fast: bool = False) -> BackwardStateMachine:
+    made = [Unit(frozenset(sources), tuple(targets)) for sources, targets in units]
+    return BackwardStateMachine(own_rank, 0, fast, made, frozenset().union(*(unit.sources for unit in made)))
+
+
+def _run(actions: list[PassAction]) -> Run:
+    (action,) = actions
+    assert isinstance(action, Run)
+    return action
+
+
+def test_a_pass_that_leads_nowhere_ends() -> None:
+    machine = _machine(0, ({ROOTS}, []))
+    assert machine.on_ran(_run(machine.on_gradient(ROOTS, ALL))) == [Ended()]
+    assert machine.ended
+    machine.validate()
+
+
+def test_what_a_run_leads_to_is_sent_with_shares_of_its_credit() -> None:
+    machine = _machine(0, ({ROOTS}, [Target(1, 5), Target(2, 6)]))
+    first, second = machine.on_ran(_run(machine.on_gradient(ROOTS, ALL)))
+    assert first == Send(Target(1, 5), CreditShare(HALF, {}))
+    assert second == Send(Target(2, 6), CreditShare(HALF, {}))
+    assert machine.on_credit(CreditShare(HALF, {})) == []
+    assert machine.on_credit(CreditShare(HALF, {})) == [Ended()]
+
+
+def test_a_shared_unit_waits_for_all_of_its_sources() -> None:
+    machine = _machine(1, ({5}, []), ({6}, []), ({5, 6}, [Target(0, 9)]))
+    first = _run(machine.on_gradient(5, CreditShare(HALF, {})))
+    assert first.units == (0,)
+    (back,) = machine.on_ran(first)
+    assert back == GiveBack(CreditShare(HALF, {1: (1, True)}))
+    second = _run(machine.on_gradient(6, CreditShare(HALF, {})))
+    assert second.units == (1, 2)
+    assert machine.on_ran(second) == [Send(Target(0, 9), CreditShare(HALF, {1: (2, False)}))]
+    machine.validate()
+
+
+def test_one_thing_runs_at_a_time() -> None:
+    machine = _machine(1, ({5}, []), ({6}, []))
+    first = _run(machine.on_gradient(5, CreditShare(HALF, {})))
+    assert machine.on_gradient(6, CreditShare(HALF, {})) == []
+    machine.validate()
+    back, second = machine.on_ran(first)
+    assert isinstance(back, GiveBack)
+    assert second == Run(6, (1,), CreditShare(HALF, {}))
+
+
+def test_those_who_are_blocked_after_a_release_are_released_too() -> None:
+    """Gradients that follow from the release of one worker may block another."""
+    origin = _machine(0, ({ROOTS}, [Target(1, 5)]))
+    (sent,) = origin.on_ran(_run(origin.on_gradient(ROOTS, ALL)))
+    assert isinstance(sent, Send)
+    first = _machine(1, ({5}, []), ({6}, []), ({5, 6}, [Target(2, 7)]))
+    (back,) = first.on_ran(_run(first.on_gradient(5, sent.share)))
+    assert isinstance(back, GiveBack)
+    assert origin.on_credit(back.share) == [Survey()]
+    (on_release,) = origin.on_surveyed({1: frozenset({5}), 2: frozenset({7})})
+    assert on_release == Release(1, frozenset({5}), CreditShare(WHOLE, {}))
+    (passed,) = first.on_ran(_run(first.on_release(on_release.used, on_release.share)))
+    assert isinstance(passed, Send)
+    second = _machine(2, ({7}, []), ({8}, []), ({7, 8}, []))
+    (back,) = second.on_ran(_run(second.on_gradient(7, passed.share)))
+    assert isinstance(back, GiveBack)
+    (on_release,) = origin.on_credit(back.share)
+    assert on_release == Release(2, frozenset({7}), CreditShare(WHOLE, {}))
+    last = _run(second.on_release(on_release.used, on_release.share))
+    assert last.units == (2,)
+    (back,) = second.on_ran(last)
+    assert isinstance(back, GiveBack)
+    assert origin.on_credit(back.share) == [Ended()]
+    for machine in (origin, first, second):
+        machine.validate()
+
+
+def test_what_nothing_leads_to_is_not_run_by_a_release() -> None:
+    machine = _machine(1, ({5}, []), ({6}, []), ({7}, []), ({5, 6}, []), ({6, 7}, [Target(0, 9)]))
+    machine.on_ran(_run(machine.on_gradient(5, CreditShare(HALF, {}))))
+    assert _run(machine.on_release([5], CreditShare(HALF, {}))) == Run(None, (3,), CreditShare(HALF, {}))
+
+
+def test_a_fast_pass_waits_for_every_send() -> None:
+    origin = _machine(0, ({ROOTS}, []), ({4}, []), fast=True)
+    assert origin.on_ran(_run(origin.on_gradient(ROOTS, ALL))) == [Stuck((0,))]
+    assert origin.missing == {4}
+
+
+def test_the_newest_status_counts_whatever_comes_last() -> None:
+    origin = _machine(0, ({ROOTS}, [Target(1, 5), Target(1, 6)]))
+    origin.on_ran(_run(origin.on_gradient(ROOTS, ALL)))
+    assert origin.on_credit(CreditShare(HALF, {1: (2, False)})) == []
+    assert origin.on_credit(CreditShare(HALF, {1: (1, True)})) == [Ended()]
+
+
+def test_after_a_failure_nothing_is_wanted() -> None:
+    machine = _machine(0, ({ROOTS}, [Target(1, 5)]), ({4}, []))
+    run = _run(machine.on_gradient(ROOTS, ALL))
+    assert machine.fail()
+    assert not machine.fail()
+    assert machine.on_ran(run) == []
+    assert machine.on_gradient(4, CreditShare(HALF, {})) == []
+    assert machine.on_release([], CreditShare(HALF, {})) == []
+    assert machine.on_credit(CreditShare(WHOLE, {})) == []
+    assert machine.on_surveyed({}) == []
+    assert not machine.active
+
+
+def test_a_pass_that_has_ended_does_not_fail() -> None:
+    machine = _machine(0, ({ROOTS}, []))
+    machine.on_ran(_run(machine.on_gradient(ROOTS, ALL)))
+    assert not machine.fail()
+    assert not machine.failed
+    machine.validate()
+
+
+def test_gradients_that_nobody_waits_for() -> None:
+    machine = _machine(1, ({5}, []))
+    with pytest.raises(UnknownSource):
+        machine.on_gradient(6, CreditShare(HALF, {}))
+    machine.on_gradient(5, CreditShare(HALF, {}))
+    with pytest.raises(UnknownSource):
+        machine.on_gradient(5, CreditShare(HALF, {}))
+    machine.validate()

@@ -1,0 +1,202 @@
+"""The fast path of a backward pass, where nothing is shared: two workers in one process, with a simulated network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from farprop.protocol.backward.state_machine import PassId
+from farprop.runtime.autograd.contexts import Context
+from farprop.runtime.autograd.driver import BackwardDriver
+from farprop.runtime.autograd.engine import LocalPass
+from farprop.wire.dialect import PICKLES
+from farprop.wire.fast_codec import decode_call, encode_call, encode_value
+from farprop.wire.message import ANSWER, Message, Method
+
+
+class Network:
+    """One worker of the simulated network."""
+
+    label = "worker (rank 0)"
+    rpc_timeout = 60.0
+    dialect = PICKLES
+
+    def __init__(self) -> None:
+        self.other: BackwardDriver
+        self.messages: list[Method] = []
+        self.cleaned: list[int] = []
+
+    def blocked(self) -> Any:
+        raise AssertionError("nothing has to wait here")
+
+    def call_method(self, rank: int, method: Method, message: Message, timeout: float, system: bool) -> Message:
+        self.messages.append(method)
+        args, _ = decode_call(message.payload, message.buffers, message.flags)
+        if method is Method.GRADIENTS:
+            answer = self.other.on_gradients(1 - rank, *args)
+        else:
+            assert method is Method.ABORT, method
+            answer = encode_value([])
+        answer.kind = ANSWER
+        return answer
+
+    def clean_up(self, rank: int, context_id: int) -> None:
+        self.cleaned.append(rank)
+
+
+def _carry(message: Message, sender: int, to: BackwardDriver) -> tuple[Context, Any]:
+    head = message.autograd
+    assert head is not None
+    context = to.contexts.meet(head.context_id)
+    assert context is not None
+    received = context.receive(sender, head, (), decode_call, message.payload, message.buffers, message.flags)
+    return context, received[0]
+
+
+def _message(context: Context, to: int, tensors: tuple[torch.Tensor, ...]) -> Message:
+    graph: list[torch.Tensor] = []
+    message = encode_call(None, tensors, {}, graph)
+    context.attach(message, to, graph)
+    return message
+
+
+class Two:
+    """Worker 0 calls worker 1."""
+
+    def __init__(self) -> None:
+        self.networks = Network(), Network()
+        self.here, self.there = (BackwardDriver(rank, network) for rank, network in enumerate(self.networks))
+        self.networks[0].other, self.networks[1].other = self.there, self.here
+        self.context = self.here.contexts.new()
+
+    def call(self, function: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        there, args = _carry(_message(self.context, 1, tensors), 0, self.there)
+        result = function(*args)
+        return _carry(_message(there, 0, (result,)), 1, self.here)[1][0]  # type: ignore[no-any-return]
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        settings = {"keep_graph": False, "fast": False, "timeout": 60.0, **options}
+        self.here.backward(self.context.id, [loss], **settings)
+
+
+@pytest.fixture
+def performed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Records the actions that were performed without the fast path."""
+    names: list[str] = []
+    perform = BackwardDriver._perform
+
+    def noting(self: BackwardDriver, local: LocalPass, actions: list[Any], *args: Any, **kwargs: Any) -> Any:
+        names.extend(type(action).__name__ for action in actions)
+        return perform(self, local, actions, *args, **kwargs)
+
+    monkeypatch.setattr(BackwardDriver, "_perform", noting)
+    return names
+
+
+def test_a_chain_of_calls_needs_no_machine(performed: list[str]) -> None:
+    two = Two()
+    a, b = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
+    x = a
+    for _ in range(3):
+        x = two.call(torch.mul, x, b)
+    two.backward(x.sum())
+    assert performed == ["Ended"]
+    assert two.networks[0].messages == [Method.GRADIENTS] * 3
+    expected = torch.autograd.grad((a * b * b * b).sum(), (a, b))
+    torch.testing.assert_close(two.context.gradients[a], expected[0])
+    torch.testing.assert_close(two.context.gradients[b], expected[1])
+
+
+def test_what_is_shared_takes_the_long_way_with_the_same_result(performed: list[str]) -> None:
+    two = Two()
+    a = torch.rand(3, requires_grad=True)
+    shared = a * 2
+    loss = (two.call(torch.sin, shared) + shared).sum()
+    two.backward(loss)
+    assert "Run" in performed
+    x = a * 2
+    torch.testing.assert_close(two.context.gradients[a], *torch.autograd.grad((torch.sin(x) + x).sum(), a))
+
+
+def test_a_leaf_with_a_hook_gets_all_of_its_gradient_at_once(performed: list[str]) -> None:
+    two = Two()
+    a = torch.rand(3, requires_grad=True)
+    seen: list[list[float]] = []
+    a.register_hook(lambda gradient: seen.append(gradient.tolist()))
+    two.backward((two.call(torch.neg, a) + a * 3).sum())
+    assert seen == [[2.0, 2.0, 2.0]]
+    assert "Run" in performed
+
+
+def test_two_calls_side_by_side_leave_the_straight_way_at_the_fork(performed: list[str]) -> None:
+    two = Two()
+    a, b = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
+    sends: list[str] = []
+    two.networks[0].send_method = lambda rank, method, message, call, system: sends.append(  # type: ignore[attr-defined]
+        call.finish(two.networks[0].call_method(rank, method, message, 60.0, system), None)
+    )
+    two.backward((two.call(torch.neg, a) * two.call(torch.sin, b)).sum())
+    assert performed.count("Send") == 2
+    assert len(sends) == 2
+    expected = torch.autograd.grad((torch.neg(a) * torch.sin(b)).sum(), (a, b))
+    torch.testing.assert_close(two.context.gradients[a], expected[0])
+    torch.testing.assert_close(two.context.gradients[b], expected[1])
+
+
+def test_a_fast_pass_and_a_watched_one_go_the_long_way(performed: list[str]) -> None:
+    two = Two()
+    a = torch.rand(3, requires_grad=True)
+    loss = two.call(torch.neg, a).sum()
+    two.backward(loss, keep_graph=True, fast=True)
+    assert "Run" in performed
+    performed.clear()
+    with torch.autograd.profiler.profile():
+        two.backward(loss, keep_graph=True)
+    assert "Run" in performed
+    performed.clear()
+    two.backward(loss)
+    assert performed == ["Ended"]
+    assert two.context.gradients[a].tolist() == [-3.0] * 3
+
+
+def test_gradients_that_come_twice_are_refused() -> None:
+    two = Two()
+    a = torch.rand(3, requires_grad=True)
+    two.backward(two.call(torch.neg, a).sum(), keep_graph=True)
+    there = two.there.contexts.find(two.context.id)
+    (message_id,) = there.sends
+    local = there.passes[PassId(0, 1)]
+    assert local.start_unshared(message_id) is None
+
+
+def test_an_error_on_the_straight_way_undoes_the_pass() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            raise ValueError("this backward always fails")
+
+    two = Two()
+    a, b = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
+    inner = two.call(Fails.apply, a)
+    loss = (two.call(torch.add, inner, b)).sum()
+    with pytest.raises(RuntimeError, match="Error on Node 1: this backward always fails"):
+        two.backward(loss)
+    assert two.context.gradients == {}
+
+
+def test_clean_up_does_not_go_back_to_whoever_sent_it() -> None:
+    two = Two()
+    two.call(torch.neg, torch.rand(3, requires_grad=True))
+    two.here.release(two.context.id)
+    assert two.networks[0].cleaned == [1]
+    two.there.contexts.find(two.context.id).known.add(2)
+    two.there.release(two.context.id, told_by=0)
+    assert two.networks[1].cleaned == [2]
+    two.there.release(two.context.id, told_by=0)  # again
+    assert two.networks[1].cleaned == [2]

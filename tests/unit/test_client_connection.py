@@ -1,0 +1,178 @@
+"""The reader of a client connection: how the loop and callers hand over to each other."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from farprop.errors import ConnectionLostError
+from farprop.runtime.client_connection import ClientConnection, FutureCall, SyncCall
+from farprop.runtime.event_loop import HANGUP, IN
+from farprop.transport.connection import Connection
+from farprop.transport.shared_memory import SegmentPool
+from farprop.wire.fast_codec import encode_value
+from farprop.wire.message import ANSWER, FAST, Message
+from tests.support.raw_messages import pack
+
+
+class StillLoop:
+    """A loop that never runs, and its pool. It records the events that it should watch."""
+
+    def __init__(self) -> None:
+        self.loop = self
+        self.events: dict[int, int] = {}
+
+    def add(self, fd: int, events: int, _: Any) -> None:
+        self.events[fd] = events
+
+    def change(self, fd: int, events: int) -> None:
+        self.events[fd] = events
+
+    def remove(self, fd: int) -> None:
+        self.events.pop(fd, None)
+
+    def submit(self, *_: Any) -> None:
+        raise AssertionError("nothing here has callbacks")
+
+    push_answer = submit
+
+
+class QueueLoop(StillLoop):
+    """The same with a pool that runs its jobs on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.jobs: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+
+    def submit(self, function: Callable[..., None], *args: Any) -> None:
+        self.jobs.append((function, args))
+
+    def run_jobs(self) -> None:
+        while self.jobs:
+            function, args = self.jobs.pop(0)
+            function(*args)
+
+
+def make_client(loop: StillLoop | None = None) -> tuple[ClientConnection, socket.socket, StillLoop, Connection]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    loop = loop or StillLoop()
+    client = ClientConnection(loop, "worker0 (rank 0)", "peer", 1, lambda *_: None, lambda *_: None)  # type: ignore[arg-type]
+    connection = Connection(ours, "peer", SegmentPool(0), 1 << 20, 1 << 20, client.want_output, lambda: None)
+    client.attach(connection)
+    connection.open_fd_channel()
+    theirs.recv(1000)
+    return client, theirs, loop, connection
+
+
+def test_a_caller_that_comes_while_the_loop_follows_up_an_old_event_gets_its_answer() -> None:
+    """The loop polls input, but a caller reads it first and returns. Then the next caller arrives."""
+    client, theirs, loop, connection = make_client()
+    answers = []
+    caller = threading.Thread(target=lambda: answers.append(client.call_sync(encode_value(None), 5.0)))
+    receive = connection.receive
+
+    def receive_slowly() -> Any:
+        caller.start()
+        theirs.recv(1000)
+        return receive()
+
+    connection.receive = receive_slowly  # type: ignore[method-assign]
+    try:
+        client._on_events(IN)
+    finally:
+        connection.receive = receive  # type: ignore[method-assign]
+    if not caller.ident:
+        caller.start()
+        theirs.recv(1000)
+    assert isinstance(client._reader, SyncCall)
+    client._on_events(IN)  # and once more, while the caller reads
+    theirs.sendall(pack(ANSWER, FAST, 1, 0.0, b"", encode_value(None).payload))
+    caller.join()
+    assert len(answers) == 1
+    assert client._reader is None
+    client.validate()
+    theirs.close()
+    client._on_events(HANGUP)  # here the loop does read, up to the end
+    assert connection.closed
+    assert not loop.events
+
+
+class Noted(FutureCall):
+    """A call that records its outcomes."""
+
+    __slots__ = ("ends", "quick")
+
+    def __init__(self, quick: bool) -> None:
+        super().__init__(0.0)
+        self.quick = quick
+        self.ends: list[tuple[Message | None, Exception | None]] = []
+
+    def finish(self, answer: Message | None, error: Exception | None) -> None:
+        self.ends.append((answer, error))
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_an_interrupt_while_answers_are_delivered_costs_nobody_else_an_answer(
+    monkeypatch: pytest.MonkeyPatch, quick: bool
+) -> None:
+    """Ctrl-C interrupts a caller that has read several answers, after it has delivered only its own."""
+    loop = QueueLoop()
+    client, theirs, _, connection = make_client(loop)
+    others = [Noted(quick) for _ in range(3)]
+    for other in others:
+        client.call_async(encode_value(None), other)
+
+    deliver_one = ClientConnection._deliver_one
+    interrupts = [KeyboardInterrupt()]
+
+    def interrupted(self: ClientConnection, pair: list[Any], run: Callable[..., None]) -> None:
+        is_own = isinstance(pair[0], SyncCall)
+        deliver_one(self, pair, run)
+        if is_own and interrupts:
+            raise interrupts.pop()
+
+    answer = encode_value(None)
+    theirs.sendall(b"".join(pack(ANSWER, answer.flags, number, 0.0, b"", answer.payload) for number in (1, 4, 2)))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ClientConnection, "_deliver_one", interrupted)
+        client.call_sync(encode_value(None), 5.0)
+    loop.run_jobs()
+    # The third's answer had not come; the stream ended for it.
+    assert [len(other.ends) for other in others] == [1, 1, 1]
+    assert [other.ends[0][0] is not None for other in others] == [True, True, False]
+    assert isinstance(others[2].ends[0][1], ConnectionLostError)
+    assert connection.closed
+    client.validate()
+    theirs.close()
+
+
+@pytest.mark.parametrize("more", [True, False])
+def test_nothing_can_be_sent_on_a_closed_connection(more: bool) -> None:
+    """Also not what would wait for more, which nobody would ever send."""
+    _, theirs, _, connection = make_client()
+    connection.close()
+    with pytest.raises(ConnectionLostError):
+        connection.send(encode_value(None), more)
+    theirs.close()
+
+
+def test_a_connection_whose_passage_can_not_be_opened_leaves_no_socket() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    theirs.close()
+    connection = Connection(ours, "peer", SegmentPool(0), 1 << 20, 1 << 20, lambda _: None, lambda: None)
+    before = set(os.listdir("/proc/self/fd"))
+    gc.disable()
+    try:
+        with pytest.raises(OSError) as caught:  # which keeps what is forgotten
+            connection.open_fd_channel()
+        assert len(set(os.listdir("/proc/self/fd")) - before) == 0
+        del caught
+    finally:
+        gc.enable()
+        connection.close()

@@ -1,0 +1,132 @@
+"""Who called what, and who is gone. ``tests.simulation.groups`` has the machine in simulated groups."""
+
+from __future__ import annotations
+
+import pytest
+
+from farprop.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, RankLostError
+from farprop.protocol.collective_consistency import CollectiveConsistency
+
+
+def test_fingerprints_that_agree():
+    ours = CollectiveConsistency(0, 3)
+    assert ours.begin("a") == 1
+    ours.on_fingerprint(1, 1, "a")
+    ours.on_fingerprint(2, 2, "b")  # it is ahead
+    assert ours.begin("b") == 2
+    ours.on_fingerprint(1, 2, "b")
+    ours.on_fingerprint(2, 1, "a")  # and this one was slow
+    assert ours.failure is None
+    ours.validate()
+
+
+@pytest.mark.parametrize("when", ["before", "after", "much later"])
+def test_fingerprints_that_differ(when):
+    ours = CollectiveConsistency(0, 3)
+    if when == "before":
+        ours.on_fingerprint(2, 1, "b")
+        with pytest.raises(CollectiveMismatchError):
+            ours.begin("a")
+    else:
+        ours.begin("a")
+        if when == "much later":
+            ours.begin("c")
+        ours.on_fingerprint(2, 1, "b")
+    assert "Rank 0 called a, and rank 2 called b, as collective 1" in str(ours.failure)
+    assert not ours.is_announced
+    with pytest.raises(CollectiveMismatchError):
+        ours.begin("d")
+    ours.validate()
+
+
+def test_what_is_long_past_is_not_kept():
+    ours = CollectiveConsistency(0, 2)
+    for _ in range(1000):
+        ours.begin("a")
+    ours.validate()
+    ours.on_fingerprint(1, 1, "b")
+    assert ours.failure is None
+
+
+def test_who_is_blamed_for_a_timeout():
+    ours = CollectiveConsistency(0, 4)
+    ours.begin("a")
+    ours.on_timeout([1], 2.0)
+    assert isinstance(ours.failure, CollectiveTimeoutError)
+    assert "in a, collective 1 of the group, after a timeout of 2 s: it waited for rank 1." in str(ours.failure)
+    ours = CollectiveConsistency(0, 4)
+    ours.begin("a")
+    ours.on_fingerprint(1, 1, "a")  # it came, so it waits for somebody else
+    ours.on_timeout([1], 2.0)
+    assert "it waited for ranks 2, 3." in str(ours.failure)
+    ours = CollectiveConsistency(0, 2)
+    ours.begin("a")
+    ours.on_fingerprint(1, 1, "a")
+    ours.on_timeout([1], 2.0)
+    assert "it waited for rank 1." in str(ours.failure)
+
+
+def test_a_rank_that_leaves_is_not_a_dead_one():
+    ours = CollectiveConsistency(0, 3)
+    ours.begin("a")
+    ours.on_peer_left(1)
+    ours.on_peer_lost(1, "its connection has closed")
+    assert ours.wait_error([2]) is None
+    assert isinstance(ours.wait_error([1, 2]), RankLostError)
+    # In a reduce to rank 2 it has sent its part, and left. Ours is still to come.
+    assert ours.begin("b") == 2
+    assert ours.wait_error([2]) is None
+    assert "Rank 1 has left the group" in str(ours.wait_error([1]))
+
+
+def test_the_first_failure_stays():
+    ours = CollectiveConsistency(0, 3)
+    ours.begin("a")
+    ours.on_peer_lost(1, "its connection has closed")
+    ours.on_peer_failure(2, "CollectiveMismatchError", "something else")
+    assert "lost rank 1" in str(ours.failure)
+
+
+def test_a_lost_rank_stays_one_whoever_says_so():
+    ours, theirs = CollectiveConsistency(0, 3), CollectiveConsistency(2, 3)
+    ours.begin("a")
+    ours.on_peer_lost(1, "its host does not answer any more")
+    assert not ours.is_announced  # rank 2 may still reach it
+    theirs.on_peer_failure(0, type(ours.failure).__name__, str(ours.failure))
+    assert isinstance(theirs.failure, RankLostError)
+    assert "Rank 0 has lost rank 1" in str(theirs.failure)
+    # Whoever sends to it may notice first, in the middle of a collective.
+    ours = CollectiveConsistency(0, 3)
+    ours.begin("a")
+    ours.fail_local(RankLostError("Rank 0 can't reach rank 1: it is gone."))
+    assert isinstance(ours.failure, RankLostError)
+
+
+def test_a_rank_may_run_far_ahead_but_not_without_end():
+    ours = CollectiveConsistency(0, 3)
+    ours.begin("a")
+    for number in range(2, 50_000):
+        for _ in range(3):  # it sends several parts, each with the fingerprint
+            ours.on_fingerprint(1, number, "a")
+    assert ours.failure is None
+    for _ in range(2, 50_000):
+        ours.begin("a")
+    ours.validate()
+    assert not ours._early_bytes[1]
+    for number in range(50_000, 150_000):
+        ours.on_fingerprint(1, number, "a" * 4096)
+    assert type(ours.failure) is CollectiveError
+    assert "Rank 1 is at collective" in str(ours.failure)
+    assert "rank 0 still at 49999" in str(ours.failure)
+    assert not ours._early
+    assert not ours.is_announced  # so the others are told
+    ours.on_fingerprint(2, 60_000, "a")
+    assert not ours._early
+
+
+def test_a_rank_that_contradicts_itself():
+    ours = CollectiveConsistency(0, 3)
+    ours.begin("a")
+    ours.on_fingerprint(1, 7, "a")
+    ours.on_fingerprint(1, 7, "b")
+    assert "Rank 1 called a, and also b, as collective 7" in str(ours.failure)

@@ -1,0 +1,18 @@
+"""Settings from the environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from farprop.config import Settings
+from farprop.errors import UsageError
+
+
+def test_settings_are_read_from_the_environment() -> None:
+    read = Settings.from_env({"FARPROP_PORT_RANGE": "5000-5010", "FARPROP_INSECURE": "1", "FARPROP_TRANSPORT": "tcp"})
+    assert (read.port_range, read.insecure, read.transport) == ((5000, 5010), True, "tcp")
+    assert Settings.from_env({"FARPROP_PORT_RANGE": "5000", "FARPROP_INSECURE": "0"}).port_range == (5000, 5000)
+    assert Settings.from_env({}) == Settings()
+    for bad in ({"FARPROP_PORT_RANGE": "9-1"}, {"FARPROP_SHM_POOL_BYTES": "-1"}, {"FARPROP_TRANSPORT": "x"}):
+        with pytest.raises(UsageError, match="FARPROP_"):
+            Settings.from_env(bad)

@@ -1,0 +1,247 @@
+"""The state machine of ``_all_gather`` and ``_barrier``: any order of messages, workers that die, timeouts."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from farprop.errors import ConnectionLostError, FarpropError, RpcTimeoutError, UsageError
+from farprop.protocol.gather import AwaitRelease, Broadcast, Failure, Finish, GatherMachine, Key, Release, SendValue
+
+ABC = ("a", "b", "c")
+KEY = Key(ABC, 0)
+
+
+def _leader_with_all_values() -> GatherMachine:
+    leader = GatherMachine()
+    assert leader.begin("a", ABC, 1, 5.0) == (KEY, [])
+    assert leader.on_value(KEY, "c", 3) == []
+    assert leader.on_value(KEY, "b", 2) == [Broadcast(("b", "c"), {"a": 1, "b": 2, "c": 3})]
+    leader.validate()
+    return leader
+
+
+def test_the_leader_is_done_when_all_have_the_values():
+    leader = _leader_with_all_values()
+    assert leader.on_confirmed(KEY, "b", None) == []
+    *releases, finish = leader.on_confirmed(KEY, "c", None)
+    assert releases == [Release("b", None), Release("c", None)]
+    assert finish == Finish({"a": 1, "b": 2, "c": 3}, None)
+
+
+def test_a_follower_is_done_when_it_is_released():
+    follower = GatherMachine()
+    assert follower.begin("b", ABC, 2, 5.0) == (KEY, [SendValue("a")])
+    assert follower.on_broadcast(KEY, {"a": 1}) == [AwaitRelease()]
+    assert follower.awaited(KEY) == {"a"}
+    assert follower.on_release(KEY, None) == [Finish({"a": 1}, None)]
+    assert follower.on_broadcast(KEY, {}) == follower.on_release(KEY, None) == follower.on_timeout(KEY, 1.0) == []
+
+
+@pytest.mark.parametrize("end", ["lost", "time"])
+def test_a_follower_with_all_values_does_not_need_its_leader_any_more(end):
+    follower = GatherMachine()
+    follower.begin("b", ABC, 2, 5.0)
+    follower.on_broadcast(KEY, {"a": 1})
+    ended = follower.on_lost(KEY, "a", ConnectionLostError("gone")) if end == "lost" else follower.on_timeout(KEY, 5.0)
+    assert ended == [Finish({"a": 1}, None)]
+
+
+def test_a_leader_that_fails_releases_the_followers_that_sent_a_value_and_refuses_the_others():
+    leader = GatherMachine()
+    leader.begin("a", ABC, 1, 5.0)
+    leader.on_value(KEY, "b", 2)
+    assert leader.awaited(KEY) == {"c"}
+    release, finish = leader.on_timeout(KEY, 5.0)
+    assert isinstance(finish, Finish)
+    assert isinstance(finish.error, RpcTimeoutError)
+    text = "c timed out in _all_gather after 5.00 seconds."
+    assert release == Release("b", Failure("RpcTimeoutError", text))
+    with pytest.raises(UsageError, match=f"c came too late: a has finished gather 0 of a, b, c: {text}"):
+        leader.on_value(KEY, "c", 3)
+
+    follower = GatherMachine()
+    follower.begin("b", ABC, 2, 5.0)
+    (finish,) = follower.on_release(KEY, Failure("RpcTimeoutError", text))
+    assert isinstance(finish, Finish)
+    assert isinstance(finish.error, RpcTimeoutError)
+    assert str(finish.error) == f"a gave up gather 0 of a, b, c: {text}"
+
+
+def test_a_follower_that_could_not_be_reached():
+    leader = _leader_with_all_values()
+    assert leader.on_timeout(KEY, 5.0) == []  # the calls have timeouts of their own
+    leader.on_confirmed(KEY, "b", ConnectionLostError("b is gone"))
+    to_b, to_c, finish = leader.on_confirmed(KEY, "c", None)
+    assert to_b == Release("b", Failure("ConnectionLostError", "b is gone"))
+    assert to_c == Release("c", None)
+    assert isinstance(finish, Finish)
+    assert "Followers ['b'] timed out in _all_gather after 5.00 seconds." in str(finish.error)
+
+
+def test_values_that_do_not_belong():
+    leader = GatherMachine()
+    leader.on_value(KEY, "b", 2)  # before the leader has begun
+    for stranger in ("b", "d"):
+        with pytest.raises(UsageError, match=f"{stranger} does not belong to gather 0 of a, b, c, or has sent"):
+            leader.on_value(KEY, stranger, 2)
+    leader.validate()
+
+
+class _World:
+    """Some workers that make the same gathers, and messages between them that arrive in any order."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.names = ABC if self.random.random() < 0.5 else ("a", "b", "c", "d")
+        self.count = self.random.randint(1, 4)
+        self.machines = {name: GatherMachine() for name in self.names}
+        self.inside: dict[str, Key] = {}
+        self.results: dict[str, list[Finish]] = {name: [] for name in self.names}
+        self.excused: set[tuple[str, Key]] = set()  # need not wait for the leader
+        self.dead: set[str] = set()
+        self.messages: list[tuple[Any, ...]] = []
+        self.deaths = self.random.choice([0, 0, 0, 1, 2])
+        self.hurried = self.random.choice([0.0, 0.0, 0.1])  # how often time runs out, or a call fails
+
+    def run(self) -> None:
+        for _ in range(100_000):
+            steps = self._steps()
+            if not steps:
+                break
+            self.random.choice(steps)()
+            for name in self._living():
+                self.machines[name].validate()
+        self._check()
+
+    def _living(self) -> list[str]:
+        return [name for name in self.names if name not in self.dead]
+
+    def _steps(self) -> list[Any]:
+        steps: list[Any] = [lambda m=m: self._deliver(m) for m in self.messages]
+        for name in self._living():
+            if name not in self.inside:
+                if len(self.results[name]) < self.count:
+                    steps.append(lambda name=name: self._begin(name))
+                continue
+            lost = self.machines[name].awaited(self.inside[name]) & self.dead
+            steps += [lambda name=name, other=other: self._lose(name, other) for other in lost]
+            if self.random.random() < self.hurried:
+                steps.append(lambda name=name: self._time_out(name))
+        if self.deaths and self.random.random() < 0.3:
+            steps.append(self._kill)
+        return steps
+
+    def _begin(self, name: str) -> None:
+        number = len(self.results[name])
+        self.inside[name], actions = self.machines[name].begin(name, self.names, (name, number), 5.0)
+        self._perform(name, self.inside[name], actions)
+
+    def _lose(self, name: str, other: str) -> None:
+        key = self.inside[name]
+        self.excused.add((name, key))
+        self._perform(name, key, self.machines[name].on_lost(key, other, ConnectionLostError(other)))
+
+    def _time_out(self, name: str) -> None:
+        key = self.inside[name]
+        self.excused.add((name, key))
+        self._perform(name, key, self.machines[name].on_timeout(key, 5.0))
+
+    def _kill(self) -> None:
+        self.deaths -= 1
+        name = self.random.choice(self._living())
+        self.dead.add(name)
+        self.inside.pop(name, None)
+
+    def _deliver(self, message: tuple[Any, ...]) -> None:
+        self.messages.remove(message)
+        kind, sender, to, key, content = message
+        failed: FarpropError | None = None
+        if to in self.dead:
+            failed = ConnectionLostError(to)
+        elif kind == "value":
+            try:
+                self._perform(to, key, self.machines[to].on_value(key, sender, content))
+            except FarpropError as error:
+                failed = error
+        elif kind == "broadcast":
+            self._perform(to, key, self.machines[to].on_broadcast(key, content))
+        else:
+            self._perform(to, key, self.machines[to].on_release(key, content))
+        if sender in self.dead:
+            return
+        if kind == "value" and failed is not None:
+            self._perform(sender, key, self.machines[sender].fail(key, failed))
+        elif kind == "broadcast":
+            if self.random.random() < self.hurried:
+                failed = RpcTimeoutError("slow")
+            self._perform(sender, key, self.machines[sender].on_confirmed(key, to, failed))
+
+    def _perform(self, name: str, key: Key, actions: list[Any]) -> None:
+        for action in actions:
+            match action:
+                case SendValue(leader):
+                    self.messages.append(("value", name, leader, key, (name, key.number)))
+                case Broadcast(followers, values):
+                    self.messages += [("broadcast", name, follower, key, values) for follower in followers]
+                case Release(follower, failure):
+                    self.messages.append(("release", name, follower, key, failure))
+                case Finish():
+                    assert self.inside.pop(name) == key
+                    self._look_at(name, key, action)
+                    self.results[name].append(action)
+
+    def _look_at(self, name: str, key: Key, finish: Finish) -> None:
+        leader = self.names[0]
+        if finish.error is None:
+            assert finish.values == {other: (other, key.number) for other in self.names}
+            if name != leader and (name, key) not in self.excused:
+                assert len(self.results[leader]) > key.number, "a follower finished before its leader"
+        elif not self.dead and not self.excused and not self.hurried:
+            raise AssertionError("nothing went wrong") from finish.error
+
+    def _check(self) -> None:
+        assert not self.messages
+        for name in self._living():
+            assert len(self.results[name]) == self.count, f"{name} waits for ever"
+            if name == self.names[0] or not self.dead:
+                assert not self.machines[name]._open
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_any_order_of_messages(block):
+    for seed in range(block * 1000, (block + 1) * 1000):
+        world = _World(seed)
+        try:
+            world.run()
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+def test_the_simulated_worlds_are_not_all_alike():
+    values = errors = deaths = 0
+    for seed in range(300):
+        world = _World(seed)
+        world.run()
+        finishes = [finish for results in world.results.values() for finish in results]
+        values += sum(finish.error is None for finish in finishes)
+        errors += sum(finish.error is not None for finish in finishes)
+        deaths += len(world.dead)
+    assert values > 500
+    assert errors > 50
+    assert deaths > 50
+
+
+def test_a_follower_that_does_not_wait_for_its_release_is_found(monkeypatch):
+    on_broadcast = GatherMachine.on_broadcast
+
+    def hasty(self: GatherMachine, key: Key, values: dict[str, Any]) -> list[Any]:
+        return [*on_broadcast(self, key, values), *self.on_release(key, None)]
+
+    monkeypatch.setattr(GatherMachine, "on_broadcast", hasty)
+    with pytest.raises(AssertionError, match="a follower finished before its leader"):
+        for seed in range(100):
+            _World(seed).run()

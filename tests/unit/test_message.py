@@ -1,0 +1,212 @@
+"""The format of messages: packed messages parse to the same fields, and garbage raises ProtocolError."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farprop.errors import ProtocolError
+from farprop.ids import GlobalId
+from farprop.protocol.backward.credit_recovery import NONE, WHOLE, Credit
+from farprop.protocol.backward.state_machine import ALL, CreditShare, PassId
+from farprop.protocol.references.messages import Fork, Operation, OperationKind
+from farprop.wire.frames import FrameReader
+from farprop.wire.message import (
+    ANSWER,
+    CONTEXT,
+    FAST,
+    HEADS,
+    PROFILED,
+    REFS,
+    REMOTE,
+    REQUEST,
+    SYSTEM,
+    AutogradHead,
+    Creation,
+    GradientAnswer,
+    GradientPart,
+    Message,
+    Method,
+    PassHead,
+    pack_operations,
+    unpack_operations,
+)
+
+shorts = st.integers(0, 2**16 - 1)
+longs = st.integers(0, 2**64 - 1)
+ids = st.builds(GlobalId, shorts, longs)
+forks = st.builds(Fork, shorts, ids, ids, st.booleans())
+operations = st.builds(Operation, st.sampled_from(OperationKind), ids, ids, st.booleans())
+autograd_heads = st.builds(AutogradHead, longs, longs, st.integers(0, 2**32 - 1), st.text(max_size=30))
+shares = st.sampled_from(
+    [ALL, CreditShare(NONE, {}), CreditShare(Credit(3, 700).split(3)[2], {1: (1, True), 65535: (7, False)})]
+)
+HALF = Credit(1, 1)
+
+
+def received(data: bytes) -> Message:
+    reader = FrameReader(1 << 20)
+    reader.target[: len(data)] = data
+    (message,) = reader.received(len(data))
+    message.parse_heads()
+    return message
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    refs=st.none() | st.lists(forks, max_size=5),
+    creation=st.none() | st.builds(Creation, forks, st.binary(max_size=50)),
+    autograd=st.none() | autograd_heads,
+    profile=st.none() | st.binary(max_size=50),
+    payload=st.binary(max_size=50),
+    kind=st.sampled_from([REQUEST, ANSWER]),
+    other_flags=st.sampled_from([0, FAST, SYSTEM, FAST | SYSTEM]),
+)
+def test_heads_travel(
+    refs: list[Fork] | None,
+    creation: Creation | None,
+    autograd: AutogradHead | None,
+    profile: bytes | None,
+    payload: bytes,
+    kind: int,
+    other_flags: int,
+) -> None:
+    sent = Message(payload, [], flags=other_flags, kind=kind, call_id=7, seconds=1.5, name=b"module:function")
+    for flag, head in ((REFS, refs), (REMOTE, creation), (CONTEXT, autograd), (PROFILED, profile)):
+        sent.flags |= flag if head is not None else 0
+    sent.refs, sent.creation, sent.autograd, sent.profile = refs or (), creation, autograd, profile or b""
+    got = received(sent.pack())
+    for field in ("kind", "flags", "call_id", "seconds", "name", "creation", "autograd"):
+        assert getattr(got, field) == getattr(sent, field), field
+    assert list(got.refs) == list(sent.refs)
+    assert bytes(got.profile) == sent.profile
+    assert bytes(got.payload) == payload
+
+
+@settings(max_examples=500, deadline=None)
+@given(flags=st.integers(0, 127), body=st.binary(max_size=200))
+def test_heads_of_garbage_parse_or_are_a_protocol_error(flags: int, body: bytes) -> None:
+    message = Message(body, [], flags=flags)
+    try:
+        message.parse_heads()
+    except ProtocolError:
+        assert flags & HEADS
+    else:
+        assert len(message.payload) <= len(body)
+        assert len(message.refs) <= len(body)
+
+
+@pytest.mark.parametrize("cut", [1, 22, 23])
+def test_references_that_are_cut_off(cut: int) -> None:
+    message = Message(b"", [], flags=REFS)
+    message.refs = [Fork(1, GlobalId(2, 3), GlobalId(4, 5), exists=True)]
+    whole = message.pack()[-27:]
+    message = Message(whole[:-cut], [], flags=REFS)
+    with pytest.raises(ProtocolError, match="too short"):
+        message.parse_heads()
+
+
+def test_a_site_is_cut_where_its_length_would_not_fit() -> None:
+    message = Message(b"payload", [], flags=REMOTE)
+    message.creation = Creation(Fork(1, GlobalId(2, 3), GlobalId(4, 5), exists=False), b"x" * 100_000)
+    data = message.pack()
+    again = Message(data[len(data) - 22 - 2 - 0xFFFF - 7 - 1 :], [], flags=REMOTE)
+    again.parse_heads()
+    assert again.creation is not None
+    assert len(again.creation.site) == 0xFFFF
+    assert bytes(again.payload) == b"payload"
+
+
+def test_methods_have_numbers_of_their_own_that_are_no_names() -> None:
+    values = [method.value for method in Method]
+    assert len(set(values)) == len(values)
+    assert all(len(value) == 1 and value[0] < 0x20 for value in values)
+
+
+# Operations on references
+
+
+def operation(number: int) -> Operation:
+    return Operation(OperationKind.DELETE, GlobalId(1, number), GlobalId(2, number))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(operations, max_size=20).map(tuple))
+def test_operations_travel(sent: tuple[Operation, ...]) -> None:
+    got = unpack_operations(pack_operations(sent))
+    assert got == sent
+    assert all(type(one.kind) is OperationKind for one in got)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200))
+def test_garbage_is_no_batch_of_operations(data: bytes) -> None:
+    try:
+        done = unpack_operations(data)
+    except ProtocolError:
+        assert len(data) % 22 or any(kind not in list(OperationKind) for kind in data[::22])
+    else:
+        assert len(pack_operations(done)) == len(data)
+
+
+@pytest.mark.parametrize("cut", [1, 21])
+def test_a_batch_that_is_cut_off(cut: int) -> None:
+    whole = pack_operations([operation(1), operation(2)])
+    with pytest.raises(ProtocolError, match="makes no sense"):
+        unpack_operations(whole[:-cut])
+
+
+def test_an_operation_that_nobody_knows() -> None:
+    sent = bytearray(pack_operations([operation(1)]))
+    sent[0] = 99
+    with pytest.raises(ProtocolError, match="99"):
+        unpack_operations(bytes(sent))
+
+
+# Backward passes
+
+
+def head_with(**fields: Any) -> PassHead:
+    blank = PassHead(1 << 50, (1 << 63) + 3, PassId(3, 9), 8, False, False, False, ALL)
+    return blank._replace(**fields)
+
+
+@given(share=shares, fast=st.booleans(), keep_graph=st.booleans(), anomaly=st.booleans())
+def test_heads_of_passes_travel(share: CreditShare, fast: bool, keep_graph: bool, anomaly: bool) -> None:
+    head = head_with(share=share, fast=fast, keep_graph=keep_graph, anomaly=anomaly)
+    assert PassHead.parse(head.pack()) == head
+
+
+def test_all_of_the_credit_is_recognised_on_arrival() -> None:
+    assert PassHead.parse(head_with(share=CreditShare(WHOLE, {})).pack()).share is ALL
+    (part,) = GradientAnswer.parse(GradientAnswer([GradientPart(1, CreditShare(WHOLE, {}), 1)], None).pack()).parts
+    assert part.share is ALL
+
+
+@pytest.mark.parametrize("statuses", [{}, {1: (1, True)}])
+def test_a_head_of_a_pass_that_is_cut_off(statuses: dict[int, tuple[int, bool]]) -> None:
+    data = head_with(share=CreditShare(HALF, statuses)).pack()
+    for broken in (b"", data[:10], data[:-1], data + b"x"):
+        with pytest.raises(ProtocolError):
+            PassHead.parse(broken)
+
+
+@given(
+    parts=st.lists(st.builds(GradientPart, longs, shares, st.integers(0, 2**32 - 1)), max_size=4),
+    credit=st.none() | shares,
+)
+def test_answers_to_gradients_travel(parts: list[GradientPart], credit: CreditShare | None) -> None:
+    assert GradientAnswer.parse(GradientAnswer(parts, credit).pack()) == GradientAnswer(parts, credit)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=100))
+def test_garbage_is_no_answer_to_gradients(data: bytes) -> None:
+    try:
+        found = GradientAnswer.parse(data)
+    except ProtocolError:
+        return
+    assert len(found.parts) <= len(data)

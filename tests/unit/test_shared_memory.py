@@ -1,0 +1,161 @@
+"""Shared memory between a sender and a receiver, in one process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from farprop.errors import ProtocolError
+from farprop.transport.fd_channel import FdChannel
+from farprop.transport.shared_memory import SegmentPool, ShmReceiver, ShmSender
+
+KIB = 1024
+
+
+class Pair:
+    """A sender and a receiver, with a descriptor channel between them."""
+
+    def __init__(self, limit: int = 1 << 30) -> None:
+        self.pool = SegmentPool(limit)
+        self.sender = ShmSender(self.pool)
+        self.notes = 0
+        self.receiver = ShmReceiver(self.note)
+        self.sender.fd_channel, theirs = FdChannel.pair()
+        self.receiver.fd_channel = FdChannel(theirs)
+
+    def note(self) -> None:
+        self.notes += 1
+
+    def send(self, data: bytes) -> memoryview:
+        segment = self.sender.lend(memoryview(bytearray(data)))
+        assert segment is not None
+        return self.receiver.borrow(segment.number, len(data))
+
+    def settle(self) -> None:
+        self.sender.take_back(self.receiver.take_returned(1000))
+        self.receiver.forget([self.sender.dropped.popleft() for _ in range(len(self.sender.dropped))])
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+        assert self.sender.fd_channel is not None
+        assert self.receiver.fd_channel is not None
+        self.sender.fd_channel.close()
+        self.receiver.fd_channel.close()
+
+
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:farprop")
+
+
+def test_a_lent_segment_is_not_touched_until_it_comes_back() -> None:
+    pair = Pair()
+    chance = random.Random(1)
+    held: dict[int, tuple[memoryview, bytes]] = {}
+    for turn in range(300):
+        data = chance.randbytes(chance.choice([64, 100, 300]) * KIB)
+        held[turn] = pair.send(data), data
+        if len(held) > 5:
+            held.pop(chance.choice(list(held)))
+        if chance.random() < 0.3:
+            pair.settle()
+        for view, expected in held.values():
+            assert view == expected
+        pair.pool.validate()
+    assert mappings() < 100  # of 600 if each message made its own: they are reused
+    held.clear()
+    del view
+    pair.settle()
+    assert pair.sender.lent_bytes == 0
+    pair.close()
+    assert mappings() == 0
+
+
+def test_a_tensor_keeps_its_segment_and_its_end_gives_it_back() -> None:
+    pair = Pair()
+    tensor = torch.frombuffer(pair.send(b"\1" * 100 * KIB), dtype=torch.uint8)
+    part = tensor[5:10]
+    del tensor
+    gc.collect()
+    assert not pair.receiver.returned
+    assert part.tolist() == [1] * 5
+    del part
+    assert list(pair.receiver.returned) == [1]
+    pair.settle()
+    pair.close()
+
+
+def test_the_pools_limit_drops_the_oldest_free_segments() -> None:
+    pair = Pair(limit=500 * KIB)
+    views = [pair.send(bytes(200 * KIB)) for _ in range(5)]
+    views.clear()
+    pair.settle()
+    assert pair.pool.free_bytes <= 500 * KIB
+    assert mappings() <= 4  # two segments, on both sides
+    pair.close()
+    assert pair.pool.free_bytes == 0
+
+
+def test_closing_drops_what_is_lent_but_the_receiver_keeps_reading() -> None:
+    pair = Pair()
+    view = pair.send(b"x" * 70 * KIB)
+    pair.close()
+    assert view[-1] == ord("x")
+    assert pair.pool.free_bytes == 0
+    del view
+    assert mappings() == 0
+
+
+def test_much_that_is_returned_is_noted() -> None:
+    pair = Pair()
+    view = pair.send(bytes(17 << 20))
+    assert pair.notes == 0
+    del view
+    assert pair.notes == 1
+    pair.settle()
+    pair.close()
+
+
+def test_nonsense_is_a_protocol_error() -> None:
+    pair = Pair()
+    with pytest.raises(ProtocolError, match="never passed"):
+        pair.receiver.borrow(9, 10)
+    with pytest.raises(ProtocolError, match="gave back"):
+        pair.sender.take_back([4])
+    view = pair.send(bytes(64 * KIB))
+    with pytest.raises(ProtocolError, match="lent already"):
+        pair.receiver.borrow(1, 10)
+    del view
+    with pytest.raises(ProtocolError, match="shorter"):
+        pair.receiver.borrow(1, 1 << 30)
+    assert pair.sender.fd_channel is not None
+    null = os.open("/dev/null", os.O_RDONLY)
+    assert pair.sender.fd_channel.send(7, null)
+    os.close(null)
+    with pytest.raises(ProtocolError, match="can't be mapped"):
+        pair.receiver.borrow(7, 10)
+    pair.settle()
+    pair.close()
+
+
+def test_no_memory_is_none() -> None:
+    pair = Pair()
+    assert pair.sender._take(1 << 62) is None
+    pair.close()
+
+
+def test_a_full_passage_is_no_memory_and_segments_may_be_asked_for_in_any_order() -> None:
+    pair = Pair()
+    segments = []
+    while (segment := pair.sender.lend(memoryview(bytearray(64 * KIB)))) is not None:
+        segments.append(segment)
+    assert len(segments) > 50
+    for segment in reversed(segments):
+        assert pair.receiver.borrow(segment.number, 10).nbytes == 10
+    assert pair.sender.lend(memoryview(bytearray(64 * KIB))) is not None
+    pair.close()

@@ -1,0 +1,221 @@
+"""The loop and its pool: who polls, the limit, waiting, timers."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from farprop.runtime.event_loop import IN, EventLoop
+from farprop.runtime.thread_pool import ThreadPool
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPool]:
+    made = ThreadPool("test", 3, EventLoop())
+    made.start()
+    yield made
+    made.close(5.0)
+
+
+@pytest.fixture
+def loop(pool: ThreadPool) -> EventLoop:
+    return pool.loop
+
+
+class Source:
+    """A pipe whose bytes become requests."""
+
+    def __init__(self, pool: ThreadPool) -> None:
+        self.read, self.write = os.pipe()
+        os.set_blocking(self.read, False)
+        self.pool = pool
+        self.todo: list[object] = []
+        pool.loop.add(self.read, IN, self.on_input)
+
+    def on_input(self, _: int) -> None:
+        for _byte in os.read(self.read, 1000):
+            function = self.todo.pop(0)
+            self.pool.push_request((function, ()))  # type: ignore[arg-type]
+
+    def request(self, *functions: object) -> None:
+        self.todo += functions
+        os.write(self.write, b"." * len(functions))
+
+    def close(self) -> None:
+        self.pool.loop.remove(self.read)
+        os.close(self.read)
+        os.close(self.write)
+
+
+@pytest.fixture
+def source(pool: ThreadPool) -> Iterator[Source]:
+    made = Source(pool)
+    yield made
+    made.close()
+
+
+def test_a_short_request_runs_on_the_thread_that_read_it(pool: ThreadPool, source: Source) -> None:
+    held: list[bool] = []
+    done = threading.Event()
+
+    def request() -> None:
+        held.append(pool.is_polling_thread())
+        done.set()
+
+    source.request(request)
+    assert done.wait(10)
+    assert held == [True]
+
+
+def test_a_slow_request_does_not_keep_others_from_being_read(pool: ThreadPool, source: Source) -> None:
+    gate, second = threading.Event(), threading.Event()
+    source.request(lambda: gate.wait(20))
+    source.request(second.set)
+    assert second.wait(10)
+    gate.set()
+
+
+def test_the_limit_holds_and_waiting_does_not_count(pool: ThreadPool, source: Source) -> None:
+    gate, reached = threading.Event(), threading.Semaphore(0)
+    fourth = threading.Event()
+
+    def slow() -> None:
+        reached.release()
+        gate.wait(20)
+
+    def waiting() -> None:
+        with pool.blocked():
+            reached.release()
+            gate.wait(20)
+
+    source.request(slow, slow, waiting, slow)
+    for _ in range(4):
+        assert reached.acquire(timeout=10)
+    source.request(fourth.set)
+    assert not fourth.wait(0.05)
+    assert pool.facts()["running"] == 3
+    gate.set()
+    assert fourth.wait(10)
+
+
+def test_leading_while_waiting_leaves_requests_to_others(pool: ThreadPool, source: Source) -> None:
+    flag: list[int] = []
+    finished = threading.Event()
+    outcome: list[bool] = []
+    woke = os.pipe()
+
+    def on_wake(_: int) -> None:
+        flag.append(len(os.read(woke[0], 1)))
+
+    def nested() -> None:
+        pool.loop.add(woke[0], IN, on_wake)
+        outcome.append(pool.poll_until(lambda: bool(flag), time.monotonic() + 10))
+        pool.loop.remove(woke[0])
+        finished.set()
+
+    other = threading.Event()
+    source.request(nested)
+    source.request(other.set)
+    assert other.wait(10)
+    os.write(woke[1], b".")
+    assert finished.wait(10)
+    assert outcome == [True]
+    os.close(woke[0])
+    os.close(woke[1])
+
+
+def test_poll_until_stops_at_its_deadline(pool: ThreadPool, source: Source) -> None:
+    outcome: list[bool] = []
+    done = threading.Event()
+
+    def nested() -> None:
+        outcome.append(pool.poll_until(lambda: False, time.monotonic() + 0.05))
+        done.set()
+
+    source.request(nested)
+    assert done.wait(10)
+    assert outcome == [False]
+
+
+def test_a_timer_wakes_the_loop_that_sleeps_for_a_later_one(loop: EventLoop) -> None:
+    ran = threading.Event()
+    sleeps = threading.Event()
+    loop.on_pause = sleeps.set
+    loop.call_at(time.monotonic() + 1000, lambda: None)
+    assert sleeps.wait(10)
+    loop.call_at(time.monotonic() + 0.02, ran.set)
+    assert ran.wait(10)
+
+
+def test_a_timer_of_the_garbage_collector_wakes_the_loop(loop: EventLoop) -> None:
+    ran = threading.Event()
+    sleeps = threading.Event()
+    loop.on_pause = sleeps.set
+    loop.wake()
+    assert sleeps.wait(10)
+    loop.call_at_lockfree(time.monotonic() + 0.02, ran.set)
+    assert ran.wait(10)
+
+
+def test_a_timer_that_is_set_by_a_timer_runs(loop: EventLoop) -> None:
+    ran = threading.Event()
+    loop.call_at(time.monotonic(), lambda: loop.call_at(time.monotonic() + 0.02, ran.set) and None)
+    assert ran.wait(10)
+
+
+def test_a_timer_that_raises_does_not_end_the_loop(loop: EventLoop, caplog: pytest.LogCaptureFixture) -> None:
+    ran = threading.Event()
+
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    loop.call_at(time.monotonic(), broken)
+    loop.call_at(time.monotonic() + 0.02, ran.set)
+    assert ran.wait(10)
+    assert "unexpected error in a timer" in caplog.text
+
+
+def test_a_handler_that_raises_is_dropped_and_the_loop_goes_on(pool: ThreadPool, source: Source) -> None:
+    pipe = os.pipe()
+
+    def broken(_: int) -> None:
+        raise ZeroDivisionError
+
+    pool.loop.add(pipe[0], IN, broken)
+    os.write(pipe[1], b".")
+    done = threading.Event()
+    source.request(done.set)
+    assert done.wait(10)
+    os.close(pipe[0])
+    os.close(pipe[1])
+
+
+def test_what_was_submitted_runs_even_when_the_loop_closes() -> None:
+    pool = ThreadPool("last", 1, EventLoop())
+    pool.start()
+    ran: list[int] = []
+    for i in range(100):
+        pool.submit(ran.append, i)
+    pool.close(5.0)
+    assert sorted(ran) == list(range(100))
+
+
+def test_many_requests_from_many_turns_all_run_once(pool: ThreadPool, source: Source) -> None:
+    ran: list[int] = []
+    done = threading.Event()
+
+    def note(i: int) -> None:
+        while i % 50 == 0 and pool.is_polling_thread():
+            os.sched_yield()  # until the watcher has made another thread the leader
+        ran.append(i)
+        if len(ran) == 2000:
+            done.set()
+
+    for i in range(2000):
+        source.request(lambda i=i: note(i))
+    assert done.wait(30)
+    assert sorted(ran) == list(range(2000))
