@@ -69,8 +69,7 @@ class Calls:
         if message.out_of_band:
             self._references.attach_refs(message, connection.rank, connection)
         try:
-            meanwhile = None if context is None else context.look_at_leaves
-            answer = connection.call_sync(message, timeout, meanwhile)
+            answer = connection.call_sync(message, timeout)
         except BaseException as error:
             self._after_failed_send(message, error)
             raise

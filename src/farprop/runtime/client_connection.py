@@ -154,13 +154,12 @@ class ClientConnection:
 
     # Calls
 
-    def call_sync(self, message: Message, timeout: float, meanwhile: Callable[[], None] | None = None) -> Message:
+    def call_sync(self, message: Message, timeout: float) -> Message:
         """Send a request and wait for its answer.
 
         Args:
             message: the request.
             timeout: in seconds; 0 disables it.
-            meanwhile: called when the request has been sent. It should be short.
 
         Returns:
             The answer.
@@ -196,8 +195,6 @@ class ClientConnection:
                         self._set_events()
                 self.sent += not message.flags & SYSTEM
             self._send(message, call_id, timeout)
-            if meanwhile is not None:
-                meanwhile()
             while call.outcome is None:
                 if not pooled:
                     self._await_answer(call, deadline)

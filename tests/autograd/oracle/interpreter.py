@@ -58,9 +58,8 @@ class Interpreter:
                 leaf = self.program.leaves[number]
                 made = make_leaf(leaf, self.program, number)
                 if self.keeps_nodes:
-                    # Torch can block for ever if two threads use a leaf whose node is not there yet, and one of them
-                    # holds Python's lock meanwhile.
-                    self.kept.append((-1, torch.autograd.graph.get_gradient_edge(made).node))
+                    # Torch can deadlock if two threads use a leaf whose node no graph refers to (docs/autograd.md).
+                    self.kept.append((-1, made.view_as(made)))
                 self.leaves[number] = made
                 if self._hooked:
                     for hook, kind, factor in leaf.hooks:

@@ -15,9 +15,8 @@ from farprop.ids import GlobalId
 from farprop.locks import make_lock
 from farprop.protocol.backward.state_machine import ROOTS, PassId, Target
 from farprop.runtime.autograd import anomaly
-from farprop.runtime.autograd.accumulate import hooks_of
 from farprop.runtime.autograd.graph import Edge, Plan, Reach, reach_from
-from farprop.runtime.autograd.nodes import LEAF_TYPE, SendRpcBackward, is_recorded, make_receive
+from farprop.runtime.autograd.nodes import SendRpcBackward, make_receive
 from farprop.wire.codec import decode_with
 from farprop.wire.message import CONTEXT, AutogradHead, Message
 
@@ -61,7 +60,6 @@ class Context:
         self.is_released = False
         self.call_traces: dict[int, str] = {}  # in anomaly mode, by send: the calls that led to it
         self._new_message_id = new_message_id
-        self._newest: SendRpcBackward | None = None  # the last send, until its leaves are looked up
         self._reaches: dict[int, Reach] = {}
         self._plan: tuple[int, tuple[Edge, ...], Plan] | None = None
 
@@ -89,7 +87,7 @@ class Context:
         message_id = 0
         if tensors:
             message_id = self._new_message_id()
-            self.sends[message_id] = self._newest = SendRpcBackward(tensors, placed)
+            self.sends[message_id] = SendRpcBackward(tensors, placed)
         call_trace = ""
         if answers:
             self.call_traces[message_id] = answers
@@ -132,14 +130,6 @@ class Context:
         return value
 
     # The graph
-
-    def look_at_leaves(self) -> None:
-        """During a call, look up the graph edges of sent leaves, which a backward pass will need."""
-        send, self._newest = self._newest, None
-        if send is not None and is_recorded():
-            for node, _ in send.next_functions:
-                if type(node) is LEAF_TYPE:
-                    hooks_of(node)
 
     def plan(self, roots: tuple[Edge, ...], again: bool) -> Plan:
         """How the sends and these roots share the graph.

@@ -19,6 +19,7 @@ from farprop.protocol.backward.state_machine import Target
 
 # An input that requires grad, so that torch gives the outputs a grad_fn. It gets no gradient.
 _token = torch.empty(0, requires_grad=True)
+LEAF_TYPE: Any = LeafNode
 
 
 class SendRpcBackward:
@@ -28,13 +29,14 @@ class SendRpcBackward:
     (``placed``), ``devices`` are their devices on this worker, to which their gradients are moved.
     """
 
-    __slots__ = ("_ends", "devices", "edges")
+    __slots__ = ("_ends", "_held", "devices", "edges")
 
     def __init__(self, tensors: Sequence[torch.Tensor], placed: bool = False) -> None:
         self.devices = [tensor.device for tensor in tensors] if placed else None
+        self._held: list[torch.Tensor] = []
         # Not the tensors themselves, so that their memory can be freed. The graph keeps leaves alive in any case.
-        self._ends: list[Any] = [_end_of(tensor) for tensor in tensors]
-        # The cached ``next_functions``: looking up the node of a leaf takes time.
+        self._ends: list[Any] = [_end_of(tensor, self._held) for tensor in tensors]
+        # The cached ``next_functions``; None while ``_ends`` has leaves whose edges are not known.
         self.edges: tuple[tuple[Any, int], ...] | None = None
         if all(type(end) is tuple for end in self._ends):
             self.edges = tuple(self._ends)
@@ -44,7 +46,7 @@ class SendRpcBackward:
         # Several threads may get here at the same time. A thread that read ``_ends`` before it is cleared has the list.
         ends = self._ends
         if self.edges is None:
-            self.edges = tuple([end if type(end) is tuple else _edge_of(end) for end in ends])
+            self.edges = tuple([end if type(end) is tuple else _edge_of(end, self._held) for end in ends])
             self._ends = []
         return self.edges
 
@@ -60,23 +62,36 @@ def is_recorded() -> bool:
     return not is_key_excluded(AUTOGRAD_KEY)
 
 
-def _end_of(tensor: torch.Tensor) -> Any:
-    """The tensor's edge; the tensor itself if it is a leaf."""
+def _end_of(tensor: torch.Tensor, held: list[torch.Tensor]) -> Any:
+    """The tensor's edge; the tensor itself if it is a leaf and torch does not record."""
     # Reading a view's grad_fn takes a lock of torch's while the interpreter's lock is held. Another thread that uses
     # the view may hold torch's lock and wait for the interpreter's. Operators release the interpreter's lock first.
     if is_view(tensor) and is_recorded():
-        return _edge_of(tensor)
+        return _edge_of(tensor, held)
     node = tensor.grad_fn
-    return tensor if node is None else (node, tensor.output_nr)
+    if node is not None:
+        return node, tensor.output_nr
+    # Before the message is sent: the called function may call back and use the leaf here, on another thread.
+    return _edge_of(tensor, held) if is_recorded() else tensor
 
 
-def _edge_of(tensor: torch.Tensor) -> tuple[Any, int]:
+def _edge_of(tensor: torch.Tensor, held: list[torch.Tensor]) -> tuple[Any, int]:
+    """The tensor's edge. If the tensor is a leaf, ``held`` gets a tensor that keeps the leaf's node alive.
+
+    Torch refers to the node of a leaf weakly, and locks the leaf to look it up. If the node is gone, or only Python
+    refers to it, torch waits for the interpreter's lock meanwhile, and deadlocks with a thread that has the
+    interpreter's lock and waits for the leaf's: one that applies a ``torch.autograd.Function`` to it. A tensor that was
+    computed from the leaf refers to the node, so no look-up has to wait.
+    """
     if not torch.is_grad_enabled():
         with torch.enable_grad():
-            return _edge_of(tensor)
+            return _edge_of(tensor, held)
     # A sparse tensor has no views. An autograd function that ignores its input works for any tensor.
     made: Any = tensor.view_as(tensor) if tensor.layout is torch.strided else _touch(tensor)
-    return made.grad_fn.next_functions[0]  # type: ignore[no-any-return]
+    edge: tuple[Any, int] = made.grad_fn.next_functions[0]
+    if type(edge[0]) is LEAF_TYPE:
+        held.append(made)
+    return edge
 
 
 class _Touch(torch.autograd.Function):
@@ -145,7 +160,6 @@ def _noting(name: str) -> Any:
 RECEIVE_TYPE.is_hooked = False
 RECEIVE_TYPE.register_hook = _noting("register_hook")
 RECEIVE_TYPE.register_prehook = _noting("register_prehook")
-LEAF_TYPE: Any = LeafNode
 
 
 def make_receive(tensors: list[torch.Tensor], context_id: int, target: Target) -> Any:
