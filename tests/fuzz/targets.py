@@ -42,7 +42,7 @@ def frames() -> Target:
 def messages() -> Target:
     """What stands in front of pickles, and instead of them; the first byte says which."""
     from farprop.errors import ProtocolError
-    from farprop.protocol.backward.credit_recovery import WHOLE
+    from farprop.protocol.backward import WHOLE
     from farprop.wire.message import CONTEXT, GradientAnswer, Message, PassHead, unpack_operations, unpack_share
 
     def heads(data: bytes) -> None:
@@ -198,8 +198,7 @@ def seeds(name: str) -> list[bytes]:
 
     from farprop.distributed.native import framing as groups
     from farprop.ids import GlobalId
-    from farprop.protocol.backward.credit_recovery import Credit
-    from farprop.protocol.backward.state_machine import CreditShare, PassId
+    from farprop.protocol.backward import Credit, CreditShare, PassId
     from farprop.protocol.references.messages import Fork, Operation, OperationKind
     from farprop.protocol.roster import Entry
     from farprop.wire.data_codec import encode_call, encode_value

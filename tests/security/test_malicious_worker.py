@@ -19,7 +19,7 @@ import farprop.rpc as rpc
 from farprop.errors import ConnectionLostError, FarpropError
 from farprop.nn import remote_module
 from farprop.optim import local
-from farprop.protocol.backward.state_machine import ALL, PassId
+from farprop.protocol.backward import ALL, PassId
 from farprop.protocol.references.messages import Fork
 from farprop.rpc.restricted import _INTERNAL
 from farprop.runtime.agent_registry import current_agent

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from farprop.errors import ConnectionLostError, FarpropError
-from farprop.protocol.backward.credit_recovery import Credit
-from farprop.protocol.backward.state_machine import CreditShare, PassId
+from farprop.protocol.backward import Credit, CreditShare, PassId
 from farprop.runtime.autograd.abort import PassAborter
 from farprop.runtime.autograd.contexts import Context, ContextContainer
 from farprop.runtime.autograd.driver import PassWaiter

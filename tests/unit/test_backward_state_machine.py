@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from farprop.protocol.backward.credit_recovery import WHOLE, Credit
-from farprop.protocol.backward.state_machine import (
+from farprop.protocol.backward import (
     ALL,
     ROOTS,
+    WHOLE,
     BackwardStateMachine,
+    Credit,
     CreditShare,
     Ended,
     GiveBack,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from farprop.protocol.backward.state_machine import PassId
+from farprop.protocol.backward import PassId
 from farprop.runtime.autograd.contexts import Context
 from farprop.runtime.autograd.driver import BackwardDriver
 from farprop.runtime.autograd.engine import LocalPass

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farprop.protocol.backward.credit_recovery import NONE, WHOLE, Credit
+from farprop.protocol.backward import NONE, WHOLE, Credit
 
 
 def _amount(credit: Credit) -> Fraction:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from farprop.errors import ProtocolError
 from farprop.ids import GlobalId
-from farprop.protocol.backward.credit_recovery import NONE, WHOLE, Credit
-from farprop.protocol.backward.state_machine import ALL, CreditShare, PassId
+from farprop.protocol.backward import ALL, NONE, WHOLE, Credit, CreditShare, PassId
 from farprop.protocol.references.messages import Fork, Operation, OperationKind
 from farprop.wire.frames import FrameReader
 from farprop.wire.message import (

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 from farprop.errors import ProtocolError
 from farprop.ids import GlobalId
-from farprop.protocol.backward.credit_recovery import Credit
-from farprop.protocol.backward.state_machine import ALL, CreditShare, PassId, Statuses
+from farprop.protocol.backward import ALL, Credit, CreditShare, PassId, Statuses
 from farprop.protocol.references.messages import Fork, Operation, OperationKind
 from farprop.protocol.references.records import OwnedValue
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from farprop.protocol.backward.state_machine import Run, Send, Stuck, Survey
+from farprop.protocol.backward import Run, Send, Stuck, Survey
 from tests.simulation.harness import Violation
 
 if TYPE_CHECKING:

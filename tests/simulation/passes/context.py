@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from farprop.protocol.backward.state_machine import PassId
+from farprop.protocol.backward import PassId
 from tests.simulation.passes.forward import Graph, Node
 from tests.simulation.passes.local_pass import LocalPass
 from tests.simulation.passes.threads import PassError, Steps, start

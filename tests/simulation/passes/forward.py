@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from farprop.protocol.backward.state_machine import ROOTS, Target, Unit
+from farprop.protocol.backward import ROOTS, Target, Unit
 
 if TYPE_CHECKING:
     from tests.simulation.passes.worker import Worker

@@ -6,8 +6,7 @@ from collections import Counter
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from farprop.protocol.backward.credit_recovery import Credit
-from farprop.protocol.backward.state_machine import PassId
+from farprop.protocol.backward import Credit, PassId
 
 if TYPE_CHECKING:
     from tests.simulation.passes.local_pass import LocalPass

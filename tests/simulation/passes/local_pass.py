@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from farprop.protocol.backward.state_machine import (
+from farprop.protocol.backward import (
     ALL,
     ROOTS,
     BackwardStateMachine,

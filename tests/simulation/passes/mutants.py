@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from farprop.protocol.backward.credit_recovery import Credit
-from farprop.protocol.backward.state_machine import (
+from farprop.protocol.backward import (
     BackwardStateMachine,
+    Credit,
     CreditShare,
     Ended,
     GiveBack,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from farprop.protocol.backward.credit_recovery import NONE
-from farprop.protocol.backward.state_machine import ALL, ROOTS, CreditShare, Ended, PassAction, PassId, Survey
+from farprop.protocol.backward import ALL, NONE, ROOTS, CreditShare, Ended, PassAction, PassId, Survey
 from tests.simulation.passes import checks
 from tests.simulation.passes.history import PassHistory
 from tests.simulation.passes.local_pass import LocalPass

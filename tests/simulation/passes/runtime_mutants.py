@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from farprop.protocol.backward.state_machine import PassId
+from farprop.protocol.backward import PassId
 from tests.simulation.harness import mutant
 from tests.simulation.passes import origin
 from tests.simulation.passes.context import ContextHolder

@@ -10,7 +10,7 @@ import itertools
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from farprop.protocol.backward.state_machine import ROOTS, CreditShare, GiveBack, PassAction, PassId, Release, Run, Send
+from farprop.protocol.backward import ROOTS, CreditShare, GiveBack, PassAction, PassId, Release, Run, Send
 from farprop.wire.message import PassHead
 from tests.simulation.passes import checks
 from tests.simulation.passes.context import ContextHolder

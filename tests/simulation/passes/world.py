@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from typing import NamedTuple
 
-from farprop.protocol.backward.state_machine import PassId
+from farprop.protocol.backward import PassId
 from tests.simulation.harness import Clock, Outcome, Violation
 from tests.simulation.passes import checks, forward
 from tests.simulation.passes.history import PassHistory

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from farprop.errors import ConnectionLostError, FarpropError, UsageError
-from farprop.protocol.backward.state_machine import PassId
+from farprop.protocol.backward import PassId
 from farprop.runtime.autograd.contexts import ContextContainer
 from farprop.runtime.autograd.engine import LocalPass
 from farprop.runtime.autograd.messages import OneWayCall, PeerCaller, ask

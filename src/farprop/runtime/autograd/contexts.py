@@ -13,7 +13,7 @@ import torch
 from farprop.errors import ProtocolError, UsageError
 from farprop.ids import GlobalId
 from farprop.locks import make_lock
-from farprop.protocol.backward.state_machine import ROOTS, PassId, Target
+from farprop.protocol.backward import ROOTS, PassId, Target
 from farprop.runtime.autograd import anomaly
 from farprop.runtime.autograd.graph import Edge, Plan, Reach, reach_from
 from farprop.runtime.autograd.nodes import SendRpcBackward, make_receive

@@ -22,9 +22,9 @@ import torch
 
 from farprop.errors import BackwardError, ConnectionLostError, FarpropError, ProtocolError, RpcTimeoutError, UsageError
 from farprop.ids import unguessable
-from farprop.protocol.backward.credit_recovery import NONE
-from farprop.protocol.backward.state_machine import (
+from farprop.protocol.backward import (
     ALL,
+    NONE,
     ROOTS,
     CreditShare,
     Ended,

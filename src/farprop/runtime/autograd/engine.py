@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge
 from farprop._torch import backward_hooks, input_metadata, profiler_enabled, run_backward
 from farprop.errors import BackwardError
 from farprop.locks import lock_maker
-from farprop.protocol.backward.state_machine import ROOTS, BackwardStateMachine, PassId, Run, Target
+from farprop.protocol.backward import ROOTS, BackwardStateMachine, PassId, Run, Target
 from farprop.runtime.autograd.accumulate import accumulated, add, hooks_of, run_behind, run_in_front, run_post_hooks
 from farprop.runtime.autograd.anomaly import current_call_trace, watched
 from farprop.runtime.autograd.contexts import Context

@@ -13,7 +13,7 @@ from typing import Any
 from torch.autograd.graph import GradientEdge
 
 from farprop.errors import UsageError
-from farprop.protocol.backward.state_machine import Target, Unit
+from farprop.protocol.backward import Target, Unit
 from farprop.runtime.autograd.accumulate import has_hooks
 from farprop.runtime.autograd.nodes import LEAF_TYPE, RECEIVE_TYPE
 

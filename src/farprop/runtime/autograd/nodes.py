@@ -15,7 +15,7 @@ import torch
 
 from farprop._torch import AUTOGRAD_KEY, LeafNode, is_key_excluded, is_view, node_type
 from farprop.errors import UsageError
-from farprop.protocol.backward.state_machine import Target
+from farprop.protocol.backward import Target
 
 # An input that requires grad, so that torch gives the outputs a grad_fn. It gets no gradient.
 _token = torch.empty(0, requires_grad=True)

@@ -11,6 +11,10 @@ another worker that a local recv node got its tensors from. Rules that hold here
   blocked.
 - After a failure nothing is run or sent any more.
 
+The origin detects the end of a pass by *credit recovery* (Mattern, 1989). It starts with all of the credit. Each
+message carries a share of it, and a worker that has nothing left to do returns its share to the origin. When the origin
+has all of the credit again, no message is in flight and no worker is active.
+
 Each event is a method, which returns the actions to perform. The machine is not thread-safe: the caller locks.
 """
 
@@ -19,8 +23,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
-
-from farprop.protocol.backward.credit_recovery import NONE, WHOLE, Credit
 
 ROOTS = 0  # the source for the gradients of the roots; other sources are autograd message ids, which are never 0
 
@@ -43,6 +45,34 @@ class Unit(NamedTuple):
     sources: frozenset[int]
     targets: tuple[Target, ...]
 
+
+class Credit(NamedTuple):
+    """An exact share of the credit: a number of parts, each of which is 2 to the power of minus ``level``."""
+
+    parts: int
+    level: int
+
+    def plus(self, other: Credit) -> Credit:
+        if self.level < other.level:
+            return Credit((self.parts << (other.level - self.level)) + other.parts, other.level)
+        return Credit(self.parts + (other.parts << (self.level - other.level)), self.level)
+
+    def split(self, count: int) -> list[Credit]:
+        """Split the credit into ``count`` shares, none of them empty."""
+        if count == 1:
+            return [self]
+        bits = (count - 1).bit_length()
+        level = self.level + bits
+        rest = (self.parts << bits) - (count - 1) * self.parts
+        return [*[Credit(self.parts, level)] * (count - 1), Credit(rest, level)]
+
+    @property
+    def is_whole(self) -> bool:
+        return self.parts == 1 << self.level
+
+
+NONE = Credit(0, 0)
+WHOLE = Credit(1, 0)
 
 # By rank, whether a worker is blocked, with the number of its report. Later reports have higher numbers.
 Statuses = dict[int, tuple[int, bool]]
