@@ -199,7 +199,8 @@ def seeds(name: str) -> list[bytes]:
     from farprop.distributed.native import framing as groups
     from farprop.ids import GlobalId
     from farprop.protocol.backward import Credit, CreditShare, PassId
-    from farprop.protocol.references.messages import Fork, Operation, OperationKind
+    from farprop.protocol.references.control_plane import Operation, OperationKind
+    from farprop.protocol.references.records import Fork
     from farprop.protocol.roster import Entry
     from farprop.wire.data_codec import encode_call, encode_value
     from farprop.wire.message import (

@@ -20,7 +20,7 @@ from farprop.errors import ConnectionLostError, FarpropError
 from farprop.nn import remote_module
 from farprop.optim import local
 from farprop.protocol.backward import ALL, PassId
-from farprop.protocol.references.messages import Fork
+from farprop.protocol.references.records import Fork
 from farprop.rpc.restricted import _INTERNAL
 from farprop.runtime.agent_registry import current_agent
 from farprop.wire.message import CONTEXT, FAILURE, FAST, PROFILED, REFS, REMOTE, SYSTEM, Message, Method, PassHead

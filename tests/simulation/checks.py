@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from farprop.protocol.references.messages import Batch, ControlReply, OperationKind
+from farprop.protocol.references.control_plane import Batch, ControlReply, OperationKind
 from farprop.protocol.references.records import UNCONFIRMED, OwnedValue, User, UserReference, Value
 from tests.simulation.harness import Violation
 from tests.simulation.ledger import ForkHistory, ValueHistory, show

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from farprop.ids import GlobalId
-from farprop.protocol.references.messages import Batch, ControlReply, Fork, Operation
-from farprop.protocol.references.records import OwnedValue, UserReference
+from farprop.protocol.references.control_plane import Batch, ControlReply, Operation
+from farprop.protocol.references.records import Fork, OwnedValue, UserReference
 
 
 class ValueHistory:

@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from farprop.ids import GlobalId
+from farprop.protocol.references.control_plane import (
+    Batch,
+    ControlReply,
+    Operation,
+    OperationKind,
+    ReliableReceiver,
+    ReliableSender,
+)
 from farprop.protocol.references.forks_in_transit import ForksInTransit
-from farprop.protocol.references.messages import Batch, ControlReply, Fork, Operation, OperationKind
 from farprop.protocol.references.owner_side import OwnerSide
 from farprop.protocol.references.records import (
+    Fork,
     OwnedValue,
     User,
     UserEvent,
@@ -16,7 +24,6 @@ from farprop.protocol.references.records import (
     Value,
 )
 from farprop.protocol.references.user_side import UserSide
-from farprop.protocol.reliable_channel import ReliableReceiver, ReliableSender
 from tests.simulation.harness import MUTANTS, mutant, mutated
 
 __all__ = ["MUTANTS", "mutated"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from farprop.protocol.references.messages import Batch, ControlReply, Fork
-from farprop.protocol.references.records import UserReference
+from farprop.protocol.references.control_plane import Batch, ControlReply
+from farprop.protocol.references.records import Fork, UserReference
 from tests.simulation.ledger import show
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from farprop.protocol.references.messages import Batch, ControlReply, Fork
-from farprop.protocol.references.records import USABLE, InstructionKind, OwnedValue, User, UserReference
+from farprop.protocol.references.control_plane import Batch, ControlReply
+from farprop.protocol.references.records import USABLE, Fork, InstructionKind, OwnedValue, User, UserReference
 from farprop.protocol.references.state_machine import RRefStateMachine
 from tests.simulation import checks, program
 from tests.simulation.ledger import ForkHistory, ValueHistory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from farprop.protocol.references.messages import Fork
+from farprop.protocol.references.records import Fork
 from farprop.wire.message import BUFFER, HEADER, Message
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from farprop.errors import ProtocolError
 from farprop.ids import GlobalId
 from farprop.protocol.backward import ALL, NONE, WHOLE, Credit, CreditShare, PassId
-from farprop.protocol.references.messages import Fork, Operation, OperationKind
+from farprop.protocol.references.control_plane import Operation, OperationKind
+from farprop.protocol.references.records import Fork
 from farprop.wire.frames import FrameReader
 from farprop.wire.message import (
     ANSWER,

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from farprop.ids import GlobalId
-from farprop.protocol.references.messages import Batch, ControlReply, Operation, OperationKind
+from farprop.protocol.references.control_plane import (
+    MAX_OPERATIONS,
+    Batch,
+    ControlReply,
+    Operation,
+    OperationKind,
+    ReliableReceiver,
+    ReliableSender,
+)
 from farprop.protocol.references.records import (
     USER_TABLE,
     VALUE_TABLE,
@@ -19,7 +27,6 @@ from farprop.protocol.references.records import (
     ValueEvent,
 )
 from farprop.protocol.references.state_machine import RRefStateMachine
-from farprop.protocol.reliable_channel import MAX_OPERATIONS, ReliableReceiver, ReliableSender
 
 OWNER, ANN, BOB, EVE = range(4)
 ROUTE = object()

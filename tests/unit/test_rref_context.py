@@ -11,8 +11,8 @@ import pytest
 
 from farprop.errors import ConnectionLostError, ReferenceLostError, UsageError
 from farprop.ids import GlobalId
-from farprop.protocol.references.messages import Batch, ControlReply, Fork, Operation, OperationKind
-from farprop.protocol.references.records import OwnedValue
+from farprop.protocol.references.control_plane import Batch, ControlReply, Operation, OperationKind
+from farprop.protocol.references.records import Fork, OwnedValue
 from farprop.runtime.client_connection import FutureCall
 from farprop.runtime.references.rref_context import RRefContext
 from farprop.runtime.references.value_slot import ValueSlot

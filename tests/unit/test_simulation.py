@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from farprop.protocol.references import diagram
 from farprop.protocol.references.records import USER_TABLE, User, UserEvent
+from tests import diagram
 from tests.simulation.harness import Outcome, Violation, mutated
 from tests.simulation.runner import Report, mutants_of, replay, run_all
 from tests.simulation.world import World, run
@@ -112,7 +112,7 @@ def test_whatever_the_machine_raises_is_a_failure(monkeypatch: pytest.MonkeyPatc
 
 def test_the_docs_are_current() -> None:
     page = (ROOT / "docs" / "references.md").read_text()
-    assert diagram.updated(page) == page, "run python -m farprop.protocol.references.diagram"
+    assert diagram.updated(page) == page, "run python -m tests.diagram"
     assert f"in {len(MUTANTS)} ways" in page
 
 

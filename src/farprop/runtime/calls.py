@@ -10,8 +10,7 @@ import torch
 from farprop._torch import set_result
 from farprop.errors import ConnectionLostError, InjectedFaultError, RpcTimeoutError, UsageError
 from farprop.ids import WorkerInfo
-from farprop.protocol.references.messages import Fork
-from farprop.protocol.references.records import OwnedValue, UserReference
+from farprop.protocol.references.records import Fork, OwnedValue, UserReference
 from farprop.runtime import profiling
 from farprop.runtime.autograd.contexts import Context, current_context
 from farprop.runtime.client_connection import FutureCall

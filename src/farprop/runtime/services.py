@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from farprop.protocol.references.messages import Batch
+from farprop.protocol.references.control_plane import Batch
 from farprop.runtime.autograd.contexts import global_id_of
 from farprop.runtime.client_connection import FutureCall
 from farprop.runtime.membership import Membership

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from farprop._torch import ScriptFunction
 from farprop.locks import make_lock
-from farprop.protocol.references.messages import Batch, OperationKind
+from farprop.protocol.references.control_plane import Batch, OperationKind
 from farprop.runtime.agent_registry import current_agent
 from farprop.transport.fault_injection import FaultAction, FaultDecision
 from farprop.wire.function_names import FunctionNotFound, resolve

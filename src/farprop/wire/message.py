@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from farprop.errors import ProtocolError
 from farprop.ids import GlobalId
 from farprop.protocol.backward import ALL, Credit, CreditShare, PassId, Statuses
-from farprop.protocol.references.messages import Fork, Operation, OperationKind
-from farprop.protocol.references.records import OwnedValue
+from farprop.protocol.references.control_plane import Operation, OperationKind
+from farprop.protocol.references.records import Fork, OwnedValue
 
 
 class Kind(enum.IntEnum):

@@ -1,15 +1,127 @@
-"""What all parts of the references' protocol share: fresh ids, the channels to the peers, and who has died."""
+"""Operations on references, and the channels that carry them: each is executed exactly once, even if messages are lost.
+
+The protocol is stop-and-wait ARQ. One numbered batch at a time is on its way to a peer, and it is sent again until its
+reply arrives. New operations wait for the next batch. So the receiver recognises a repeated batch by one number, and it
+keeps one reply to send again. Batching makes up for the waiting: ten thousand operations take a handful of messages.
+
+``ControlPlane`` has the channels to all peers. It is what the parts of the references' protocol share, so it also has
+fresh ids, the instructions to the runtime, and who has died.
+"""
 
 from __future__ import annotations
 
+import enum
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from farprop.ids import GlobalId
-from farprop.protocol.references.messages import Batch, ControlReply, Operation, OperationKind
 from farprop.protocol.references.records import Instruction, InstructionKind
-from farprop.protocol.reliable_channel import ReliableReceiver, ReliableSender
+
+MAX_OPERATIONS = 4096
+
+
+class OperationKind(enum.IntEnum):
+    """What one worker asks another one to do with a reference."""
+
+    REGISTER = 1  # to the owner: count this fork, which has come to me
+    ACCEPT = 2  # to the parent: the fork is counted, you need not hold yours for it
+    DELETE = 3  # to the owner: this fork, which you count, is gone
+    FORGO = 4  # to the owner: the fork of a call that I got no answer to is gone, now or when the call comes
+    REVOKE = 5  # to the receiver of a message that may be lost: if this fork has not come, don't take it
+    RECALL = 6  # to the owner: the call that makes this value may be lost; if it has not come, don't run it
+    CLEANUP = 7  # to one who has it: this autograd context, which stands in the place of a value, has ended
+
+
+class Operation(NamedTuple):
+    kind: OperationKind
+    rref: GlobalId
+    fork: GlobalId
+    flag: bool = False
+    """Of REGISTER: ``Fork.exists``. Of ACCEPT, DELETE and FORGO: there may be orphans, which are forks that were passed
+    on before the value was made and that nobody holds any more, because of a death."""
+
+
+class Batch(NamedTuple):
+    """Operations for one worker, in order. A batch keeps its number when it is sent again."""
+
+    number: int
+    operations: tuple[Operation, ...]
+
+
+class ControlReply(NamedTuple):
+    """What became of a batch: a byte for each operation, 1 if it was done and 0 if there was nothing to do it on."""
+
+    number: int
+    results: bytes
+
+
+class ReliableSender:
+    """The sending end: the operations for one peer."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Operation] = deque()
+        self._batch: Batch | None = None  # sent, without a reply
+        self._number = 0
+
+    def add(self, operation: Operation) -> None:
+        """Queue an operation for the next batch."""
+        self._waiting.append(operation)
+
+    def current(self) -> Batch | None:
+        """The batch to send, or to send again; None if there is none."""
+        if self._batch is None and self._waiting:
+            self._number += 1
+            count = min(len(self._waiting), MAX_OPERATIONS)
+            self._batch = Batch(self._number, tuple(self._waiting.popleft() for _ in range(count)))
+        return self._batch
+
+    def replied(self, reply: ControlReply) -> Batch | None:
+        """Take a reply.
+
+        Returns:
+            The batch that it belongs to; None if it is a duplicate of an earlier reply.
+        """
+        batch = self._batch
+        if batch is None or batch.number != reply.number or len(reply.results) != len(batch.operations):
+            return None
+        self._batch = None
+        return batch
+
+    @property
+    def empty(self) -> bool:
+        """Every operation has its reply."""
+        return self._batch is None and not self._waiting
+
+    def operations(self) -> list[Operation]:
+        """The operations without a reply, in order."""
+        return [*(self._batch.operations if self._batch else ()), *self._waiting]
+
+
+class ReliableReceiver:
+    """The receiving end: the operations of one peer."""
+
+    def __init__(self) -> None:
+        self._last = ControlReply(0, b"")
+
+    def take(self, batch: Batch, execute: Callable[[Operation], bool]) -> ControlReply:
+        """Execute a batch, unless it was executed before.
+
+        Args:
+            batch: The batch that arrived.
+            execute: Executes one operation; returns whether there was something to do it on.
+
+        Returns:
+            The reply to send. A repeated batch gets its first reply again, an older one an empty reply, which the
+            sender ignores.
+        """
+        if batch.number == self._last.number + 1:
+            self._last = ControlReply(batch.number, bytes([execute(operation) for operation in batch.operations]))
+        if batch.number == self._last.number:
+            return self._last
+        return ControlReply(batch.number, b"")
+
 
 # The end of a context is urgent too: the thread that ends one has just made calls, so sending at once costs less than
 # waking the loop.

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from farprop.ids import GlobalId
-from farprop.protocol.references.control_plane import ControlPlane
-from farprop.protocol.references.messages import Fork, Operation, OperationKind
+from farprop.protocol.references.control_plane import ControlPlane, Operation, OperationKind
 from farprop.protocol.references.owner_side import OwnerSide
-from farprop.protocol.references.records import OwnedValue, PassedFork, User, UserReference
+from farprop.protocol.references.records import Fork, OwnedValue, PassedFork, User, UserReference
 from farprop.protocol.references.user_side import UserSide
 
 

@@ -6,9 +6,9 @@ A value is freed when its list is empty. Forks may arrive before the call that m
 from __future__ import annotations
 
 from farprop.ids import GlobalId
-from farprop.protocol.references.control_plane import ControlPlane
-from farprop.protocol.references.messages import Fork, Operation, OperationKind
+from farprop.protocol.references.control_plane import ControlPlane, Operation, OperationKind
 from farprop.protocol.references.records import (
+    Fork,
     InstructionKind,
     OwnedValue,
     User,

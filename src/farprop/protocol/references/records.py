@@ -1,7 +1,8 @@
 """What one worker knows about references: states, the records that carry them, and instructions to the runtime.
 
-Two tables define the states: one for a reference at its user, one for a value at its owner. ``diagram`` draws both into
-``docs/references.md``. A pair of state and event that is not in its table raises ``InvalidTransition``.
+Two tables define the states: one for a reference at its user, one for a value at its owner. Diagrams of both are in
+``docs/references.md``; ``python -m tests.diagram`` draws them. A pair of state and event that is not in its table
+raises ``InvalidTransition``.
 """
 
 from __future__ import annotations
@@ -231,6 +232,16 @@ class OwnedValue:
             InvalidTransition: The event can't happen in this state.
         """
         self.state = _next_state(VALUE_TABLE, self, self.state, event)
+
+
+class Fork(NamedTuple):
+    """A reference on its way in a message. The sender made the fork's id, so it is the parent."""
+
+    owner: int
+    rref: GlobalId
+    fork: GlobalId
+    exists: bool
+    """The sender knows that the owner has a record of the value."""
 
 
 class PassedFork(NamedTuple):

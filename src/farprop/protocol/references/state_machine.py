@@ -5,7 +5,7 @@ list is empty. Adding or removing a fork twice changes nothing, so messages may 
 
 - A value is not freed while a reference to it can be reached on any worker that is alive.
 - A reference that is passed on is held by its parent until the owner lists the child.
-- No order of messages is assumed. Operations are executed exactly once (``reliable_channel``).
+- No order of messages is assumed. Operations are executed exactly once (``control_plane``).
 - When a worker dies, the forks it held are removed, the values it owned are lost, and nothing waits for it.
 
 Not thread-safe: the caller holds a lock. Every method may append to ``instructions``, which the caller carries out in
@@ -17,11 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from farprop.ids import GlobalId
-from farprop.protocol.references.control_plane import ControlPlane
+from farprop.protocol.references.control_plane import Batch, ControlPlane, ControlReply, Operation, OperationKind
 from farprop.protocol.references.forks_in_transit import ForksInTransit
-from farprop.protocol.references.messages import Batch, ControlReply, Fork, Operation, OperationKind
 from farprop.protocol.references.owner_side import OwnerSide
-from farprop.protocol.references.records import Instruction, OwnedValue, PassedFork, UserEvent, UserReference
+from farprop.protocol.references.records import Fork, Instruction, OwnedValue, PassedFork, UserEvent, UserReference
 from farprop.protocol.references.user_side import UserSide
 
 

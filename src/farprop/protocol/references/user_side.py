@@ -6,11 +6,11 @@ A reference lives until the program has dropped it and the owner lists every for
 from __future__ import annotations
 
 from farprop.ids import GlobalId
-from farprop.protocol.references.control_plane import ControlPlane
-from farprop.protocol.references.messages import Fork, Operation, OperationKind
+from farprop.protocol.references.control_plane import ControlPlane, Operation, OperationKind
 from farprop.protocol.references.records import (
     UNCONFIRMED,
     UNREGISTERED,
+    Fork,
     InstructionKind,
     User,
     UserEvent,

@@ -1,6 +1,6 @@
 """Sends the operations on references to other workers: one batch at a time to each, again and again until its reply.
 
-``protocol.reliable_channel`` decides what to send; this decides when, on which thread, and how often.
+``protocol.references.control_plane`` decides what to send; this decides when, on which thread, and how often.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from farprop.errors import ProtocolError
 from farprop.locks import make_lock
-from farprop.protocol.references.messages import Batch, ControlReply
+from farprop.protocol.references.control_plane import Batch, ControlReply
 from farprop.runtime.client_connection import FutureCall
 from farprop.runtime.timers import TimerHandle
 from farprop.wire.dialect import Dialect

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 
 from farprop.errors import ReferenceLostError
 from farprop.ids import GlobalId
-from farprop.protocol.references.messages import Fork
-from farprop.protocol.references.records import OwnedValue, Value
+from farprop.protocol.references.records import Fork, OwnedValue, Value
 from farprop.runtime.references.control_sender import ControlTransport
 from farprop.runtime.references.guarded_machine import GuardedMachine
 from farprop.runtime.references.value_slot import ValueSlot

@@ -12,8 +12,8 @@ from typing import Any
 
 from farprop.errors import ConnectionLostError, ReferenceLostError
 from farprop.ids import GlobalId, unguessable
-from farprop.protocol.references.messages import Batch, Fork, OperationKind
-from farprop.protocol.references.records import InstructionKind, OwnedValue, User, UserReference
+from farprop.protocol.references.control_plane import Batch, OperationKind
+from farprop.protocol.references.records import Fork, InstructionKind, OwnedValue, User, UserReference
 from farprop.protocol.references.state_machine import RRefStateMachine
 from farprop.runtime.peer_instances import PeerInstances
 from farprop.runtime.references.control_sender import ControlSender, ControlTransport

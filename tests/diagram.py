@@ -1,4 +1,4 @@
-"""``python -m farprop.protocol.references.diagram``: draw the tables of ``records`` into ``docs/references.md``."""
+"""``python -m tests.diagram``: draw the tables of ``records`` into ``docs/references.md``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from farprop.protocol.references.records import USER_TABLE, VALUE_TABLE, User, UserEvent, Value, ValueEvent
 
-PAGE = Path(__file__).parents[4] / "docs" / "references.md"
-BEGIN = "<!-- Generated from records.py by python -m farprop.protocol.references.diagram: edit that, not this. -->"
+PAGE = Path(__file__).parents[1] / "docs" / "references.md"
+BEGIN = "<!-- Generated from records.py by python -m tests.diagram: edit that, not this. -->"
 END = "<!-- End of the generated part. -->"
 
 _State = TypeVar("_State", bound=enum.Enum)
