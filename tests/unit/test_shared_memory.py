@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from farprop.errors import ProtocolError
-from farprop.transport.fd_channel import FdChannel
-from farprop.transport.shared_memory import SegmentPool, ShmReceiver, ShmSender
+from farprop.transport.shared_memory import FdChannel, SegmentPool, ShmReceiver, ShmSender
 
 KIB = 1024
 

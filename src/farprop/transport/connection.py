@@ -18,8 +18,15 @@ from typing import Any
 
 from farprop.errors import ConnectionLostError, ProtocolError, UsageError
 from farprop.locks import make_lock
-from farprop.transport.fd_channel import FdChannel, receive_with_descriptor, rights
-from farprop.transport.shared_memory import MIN_SHARED, SegmentPool, ShmReceiver, ShmSender
+from farprop.transport.shared_memory import (
+    MIN_SHARED,
+    FdChannel,
+    SegmentPool,
+    ShmReceiver,
+    ShmSender,
+    receive_with_descriptor,
+    rights,
+)
 from farprop.transport.sockets import SEND_FLAGS, unsent
 from farprop.transport.tls import Stream, TlsSocket
 from farprop.wire.frames import FrameReader

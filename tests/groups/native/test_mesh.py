@@ -14,8 +14,8 @@ import pytest
 from farprop.distributed.native.framing import HEARTBEAT, FrameKind, pack
 from farprop.distributed.native.matching import PostedRecv
 from farprop.distributed.native.mesh import Mesh
-from farprop.transport import keepalive
-from farprop.transport.keepalive import HostState
+from farprop.transport import sockets
+from farprop.transport.sockets import HostState
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -65,20 +65,20 @@ def test_a_host_whose_process_reads_nothing_is_not_taken_for_vanished():
     """Its room is full, so nothing can be sent; but its system answers when it is asked."""
     ours, theirs = far()
     with ours, theirs:
-        assert keepalive.can_probe(ours)
+        assert sockets.can_probe(ours)
         ours.setblocking(False)
         end = time.monotonic() + 4
         while time.monotonic() < end:  # that this time passes is what is tested
             try:
                 ours.send(bytes(1 << 20))
             except BlockingIOError:
-                assert keepalive.probe(ours) is not HostState.VANISHED
+                assert sockets.probe(ours) is not HostState.VANISHED
 
 
 def test_connections_within_a_host_need_no_heartbeats():
     ours, theirs = near()
     with ours, theirs:
-        assert not keepalive.can_probe(ours)
+        assert not sockets.can_probe(ours)
 
 
 def test_one_that_never_stops_sending_does_not_hide_the_others(monkeypatch):

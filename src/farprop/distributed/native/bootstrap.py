@@ -21,8 +21,7 @@ from farprop.runtime.dialer import Dialer
 from farprop.runtime.endpoint import Endpoint
 from farprop.runtime.event_loop import EventLoop
 from farprop.transport import sockets
-from farprop.transport.fd_channel import receive_with_descriptor, rights
-from farprop.transport.shared_memory import SharedMapping, new_shared_memory
+from farprop.transport.shared_memory import SharedMapping, new_shared_memory, receive_with_descriptor, rights
 from farprop.transport.tls import Stream
 
 _HELLO = b"h"  # the first byte of whoever dialled

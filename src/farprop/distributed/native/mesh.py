@@ -18,9 +18,8 @@ from farprop.distributed.native.framing import HEARTBEAT, FrameKind, FrameReader
 from farprop.distributed.native.group_state import GroupState
 from farprop.distributed.native.matching import MessageMatcher, PostedRecv
 from farprop.errors import CollectiveError, CollectiveTimeoutError, ProtocolError, RankLostError, renewed
-from farprop.transport import keepalive
-from farprop.transport.keepalive import HostState
-from farprop.transport.sockets import SEND_FLAGS, unsent
+from farprop.transport import sockets as keepalive
+from farprop.transport.sockets import SEND_FLAGS, HostState, unsent
 from farprop.transport.tls import Stream, TlsSocket
 
 _log = logging.getLogger(__name__)
