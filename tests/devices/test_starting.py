@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import farprop.rpc as rpc
-from farprop.protocol.device_maps import check_device_maps
 from farprop.protocol.roster import Entry
 from farprop.runtime.agent_registry import current_agent
+from farprop.runtime.device_maps import check_device_maps
 from tests.devices import functions as fn
 from tests.devices.jobs import init
 from tests.support.workers import run_workers

@@ -14,7 +14,7 @@ from farprop.config import Settings
 from farprop.ids import WorkerInfo
 from farprop.rpc.options import _TensorPipeRpcBackendOptionsBase
 from farprop.runtime.agent import Agent, AgentOptions
-from farprop.runtime.device_placement import portable
+from farprop.runtime.device_maps import portable
 from farprop.runtime.rendezvous import host_of
 from farprop.wire.dialect import PICKLES
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
-from farprop.protocol.device_maps import check_device_maps
 from farprop.protocol.roster import Entry
 from farprop.rpc import api as api
 from farprop.rpc import constants as rpc_constants
@@ -18,7 +17,7 @@ from farprop.rpc._utils import _update_group_membership as _update_group_members
 from farprop.rpc.agent import TensorPipeAgent
 from farprop.rpc.options import TensorPipeRpcBackendOptions
 from farprop.runtime.agent_registry import current_agent, reset_agent, set_agent
-from farprop.runtime.device_placement import portable
+from farprop.runtime.device_maps import check_device_maps, portable
 
 __all__ = [
     "BackendType",

@@ -22,7 +22,7 @@ from farprop.runtime.autograd.contexts import context_id_of
 from farprop.runtime.autograd.driver import BackwardDriver
 from farprop.runtime.calls import Calls
 from farprop.runtime.client_connection import ClientConnection
-from farprop.runtime.device_placement import DeviceMaps
+from farprop.runtime.device_maps import DeviceMaps
 from farprop.runtime.endpoint import Endpoint
 from farprop.runtime.event_loop import EventLoop
 from farprop.runtime.liveness import FailureDetector

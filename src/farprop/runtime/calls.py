@@ -14,7 +14,7 @@ from farprop.protocol.references.records import Fork, OwnedValue, UserReference
 from farprop.runtime import profiling
 from farprop.runtime.autograd.contexts import Context, current_context
 from farprop.runtime.client_connection import FutureCall
-from farprop.runtime.device_placement import DeviceMaps, careful_call
+from farprop.runtime.device_maps import DeviceMaps, careful_call
 from farprop.runtime.peers import Peers
 from farprop.runtime.profiling import ProfiledFunction
 from farprop.runtime.references.remote_call import RemoteCall

@@ -34,7 +34,7 @@ from farprop.runtime.admission import MOST_UNREAD, AdmissionControl, BarrierGate
 from farprop.runtime.asyncio_bridge import AsyncioThread
 from farprop.runtime.autograd import anomaly
 from farprop.runtime.autograd.contexts import Context, ContextContainer, current_context
-from farprop.runtime.device_placement import DeviceMaps, careful_value
+from farprop.runtime.device_maps import DeviceMaps, careful_value
 from farprop.runtime.event_loop import HANGUP, IN, OUT
 from farprop.runtime.references.rref_context import RRefContext
 from farprop.runtime.references.value_slot import Deferred, not_a_future
