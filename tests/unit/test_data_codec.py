@@ -19,8 +19,15 @@ from hypothesis import strategies as st
 from farprop.errors import FarpropError, NotDataError, NotExposedError, ProtocolError, RemoteError
 from farprop.wire import data_codec, exposed
 from farprop.wire.codec import decode_with
-from farprop.wire.data_codec import MAX_DEPTH, decode_call, decode_value, encode_call, encode_value
-from farprop.wire.data_failures import decode_failure, encode_failure
+from farprop.wire.data_codec import (
+    MAX_DEPTH,
+    decode_call,
+    decode_failure,
+    decode_value,
+    encode_call,
+    encode_failure,
+    encode_value,
+)
 from farprop.wire.message import FAST, Message
 from farprop.wire.tensors import DTYPES
 from tests.security.functions import Point, Unknown, add

@@ -16,7 +16,7 @@ from farprop import _torch
 from farprop.errors import NotExposedError, ProtocolError, UsageError
 from farprop.rpc.rref import RRef
 from farprop.runtime.agent_registry import current_agent, is_agent_set
-from farprop.wire import data_codec, data_failures, exposed
+from farprop.wire import data_codec, exposed
 from farprop.wire.dialect import Dialect
 from farprop.wire.function_names import shown_name
 from farprop.wire.message import Method
@@ -141,8 +141,8 @@ def data_dialect(worker: str) -> Dialect:
         decode_function_call=data_codec.refuse,
         encode_value=data_codec.encode_value,
         decode_value=data_codec.decode_value,
-        encode_failure=data_failures.encode_failure,
-        decode_failure=data_failures.decode_failure,
+        encode_failure=data_codec.encode_failure,
+        decode_failure=data_codec.decode_failure,
     )
 
 
