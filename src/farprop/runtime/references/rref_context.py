@@ -15,7 +15,7 @@ from farprop.ids import GlobalId, unguessable
 from farprop.protocol.references.control_plane import Batch, OperationKind
 from farprop.protocol.references.records import Fork, InstructionKind, OwnedValue, User, UserReference
 from farprop.protocol.references.state_machine import RRefStateMachine
-from farprop.runtime.peer_instances import PeerInstances
+from farprop.runtime.liveness import PeerInstances
 from farprop.runtime.references.control_sender import ControlSender, ControlTransport
 from farprop.runtime.references.guarded_machine import GuardedMachine
 from farprop.runtime.references.owned_values import OwnedValues
