@@ -1,9 +1,23 @@
-"""``python -m farprop.compat script.py ...``: run a program with farprop in place of ``torch.distributed.rpc``."""
+"""``python -m farprop.compat script.py ...``: run a program with farprop in place of ``torch.distributed.rpc``.
 
+The program runs as ``__main__``, in this process and again in child processes. With spawn and forkserver,
+multiprocessing runs the parent's main module again in a child, before it unpickles the child's task. If the main module
+has a ``__spec__``, it runs the module of that *name*, which is how it supports ``python -m``. So the user's program
+gets a spec that names ``farprop.compat._child``. That module calls ``install()`` and then runs the program, which it
+finds through an environment variable. Nothing of multiprocessing is patched, and it works for grandchildren, too.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import io
 import os
+import runpy
 import sys
+import types
+from typing import Any, Final
 
-from farprop.compat import _main, install
+from farprop.compat import install
 
 USAGE = """\
 usage: python -m farprop.compat script.py [argument ...]
@@ -13,6 +27,75 @@ Runs the program with torch.distributed.rpc and torch.distributed.autograd on fa
 those it starts with multiprocessing or torch.multiprocessing. With torchrun, it goes before the script:
 
        torchrun ... -m farprop.compat script.py [argument ...]"""
+
+VARIABLE: Final = "FARPROP_COMPAT_MAIN"
+_CHILD: Final = "farprop.compat._child"
+
+
+class _MainSpec(importlib.machinery.ModuleSpec):
+    """Names the child's module, and keeps the program's own package for its relative imports."""
+
+    def __init__(self, package: str) -> None:
+        super().__init__(_CHILD, None)
+        self._package = package
+
+    @property
+    def parent(self) -> str:
+        return self._package
+
+
+def run_script(path: str, arguments: list[str]) -> None:
+    """Do what ``python path arguments...`` does."""
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec")
+    os.environ[VARIABLE] = "path:" + os.path.abspath(path)
+    sys.argv = [path, *arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.abspath(path))
+    _run(code, path, package=None)
+
+
+def run_module(name: str, arguments: list[str]) -> None:
+    """Do what ``python -m name arguments...`` does."""
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        name += ".__main__"
+        spec = importlib.util.find_spec(name)
+    loader = spec.loader if spec is not None else None
+    code = loader.get_code(name) if isinstance(loader, importlib.abc.InspectLoader) else None
+    if spec is None or spec.origin is None or code is None:
+        raise ImportError(f"no module named {name} that can be run")
+    os.environ[VARIABLE] = "module:" + name
+    sys.argv = [spec.origin, *arguments]
+    _run(code, spec.origin, package=spec.parent or "")
+
+
+def run_again() -> dict[str, Any]:
+    """Run the program in a child, as multiprocessing would have; returns its globals."""
+    kind, _, name = os.environ.get(VARIABLE, "").partition(":")
+    if not name or name.endswith(".__main__"):
+        # Neither does multiprocessing run the __main__ of a package again: it rarely has a guard.
+        return {}
+    if kind == "path":
+        names = runpy.run_path(name, run_name="__mp_main__")
+    else:
+        names = runpy.run_module(name, run_name="__mp_main__", alter_sys=True)
+    # The child keeps its own __spec__, which its own children need.
+    return {key: value for key, value in names.items() if not (key.startswith("__") and key.endswith("__"))}
+
+
+def _run(code: types.CodeType, path: str, package: str | None) -> None:
+    main = types.ModuleType("__main__")
+    vars(main).update(
+        __file__=path,
+        __package__=package,
+        __builtins__=__builtins__,
+        __cached__=None,
+        __spec__=_MainSpec(package or ""),
+    )
+    # multiprocessing registered farprop's own main module under the second name when it was imported.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+    exec(code, vars(main))
 
 
 def main(arguments: list[str]) -> int:
@@ -32,9 +115,9 @@ def main(arguments: list[str]) -> int:
         return 2
     install()
     if as_module:
-        _main.run_module(name, rest)
+        run_module(name, rest)
     else:
-        _main.run_script(name, rest)
+        run_script(name, rest)
     return 0
 
 

@@ -1,7 +1,8 @@
-"""The main module of child processes that a program under ``python -m farprop.compat`` starts (see ``_main``)."""
+"""The main module of child processes that a program under ``python -m farprop.compat`` starts (see ``__main__``)."""
 
-from farprop.compat import _main, install
+from farprop.compat import install
+from farprop.compat.__main__ import run_again
 
 if __name__ == "__mp_main__":
     install()
-    globals().update(_main.run_again())
+    globals().update(run_again())
