@@ -1,10 +1,13 @@
-"""``DistributedOptimizer`` and ``DistributedLRScheduler``: a local one on each worker that owns parameters."""
+"""``DistributedOptimizer`` and ``DistributedLRScheduler``: a local one on each worker that owns parameters.
+
+Each local one is a *shard*, which ``local.py`` has. This file calls the shards.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -15,7 +18,6 @@ from farprop.errors import UsageError
 from farprop.optim.local import _local_optimizer_step as _local_optimizer_step
 from farprop.optim.local import _LocalOptimizer as _LocalOptimizer
 from farprop.optim.local import _new_local_optimizer
-from farprop.optim.worker_shards import StartCall, WorkerShard, call_all, gather_state, load_state, run_on_all
 from farprop.rpc import RRef
 from farprop.runtime.autograd.contexts import current_context
 
@@ -79,13 +81,13 @@ class DistributedOptimizer:
                 )
             indices.setdefault(parameter.owner_name(), []).append(index)
 
-        def start(worker: str) -> StartCall:
+        def start(worker: str) -> _StartCall:
             arguments = (optimizer_class, [parameters[index] for index in indices[worker]], *args)
             return lambda: rpc.rpc_async(worker, _new_local_optimizer, arguments, kwargs)
 
-        rrefs = run_on_all((worker, start(worker)) for worker in indices)
+        rrefs = _run_on_all((worker, start(worker)) for worker in indices)
         self._shards = tuple(
-            WorkerShard(worker, tuple(own), rref) for (worker, own), rref in zip(indices.items(), rrefs, strict=True)
+            _WorkerShard(worker, tuple(own), rref) for (worker, own), rref in zip(indices.items(), rrefs, strict=True)
         )
 
     @property
@@ -108,7 +110,7 @@ class DistributedOptimizer:
         # A worker that no backward pass reached learns about the context from this call. It has no gradients for it.
         outer = current_context.set(dist_autograd._retrieve_context(context_id))
         try:
-            call_all(self._shards, "step", context_id)
+            _call_all(self._shards, "step", context_id)
         finally:
             current_context.reset(outer)
 
@@ -126,7 +128,7 @@ class DistributedOptimizer:
         Returns:
             The distributed scheduler.
         """
-        rrefs = call_all(self._shards, "make_scheduler", scheduler_class, args, kwargs)
+        rrefs = _call_all(self._shards, "make_scheduler", scheduler_class, args, kwargs)
         return DistributedLRScheduler(
             [shard._replace(rref=rref) for shard, rref in zip(self._shards, rrefs, strict=True)]
         )
@@ -140,7 +142,7 @@ class DistributedOptimizer:
         Returns:
             The state, for :meth:`load_state_dict`.
         """
-        return gather_state(self._shards, "optimizer")
+        return _gather_state(self._shards, "optimizer")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of another optimizer.
@@ -151,7 +153,7 @@ class DistributedOptimizer:
         Raises:
             UsageError: The state is for other parameters, or not one of a distributed optimizer.
         """
-        load_state(self._shards, "optimizer", state_dict)
+        _load_state(self._shards, "optimizer", state_dict)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(workers={[shard.worker for shard in self._shards]})"
@@ -164,7 +166,7 @@ class DistributedLRScheduler:
         shards: The schedulers of all workers.
     """
 
-    def __init__(self, shards: Sequence[WorkerShard]) -> None:
+    def __init__(self, shards: Sequence[_WorkerShard]) -> None:
         self._shards = tuple(shards)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -174,7 +176,7 @@ class DistributedLRScheduler:
             *args: Passed to each scheduler's ``step``, for example a metric for ``ReduceLROnPlateau``.
             **kwargs: Passed to it, too.
         """
-        call_all(self._shards, "step", args, kwargs)
+        _call_all(self._shards, "step", args, kwargs)
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
         """Ask the worker of the first parameter for the last learning rates.
@@ -198,7 +200,7 @@ class DistributedLRScheduler:
         Returns:
             The state, for :meth:`load_state_dict`.
         """
-        return gather_state(self._shards, "scheduler")
+        return _gather_state(self._shards, "scheduler")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of another scheduler. Load the state of the optimizer after those of its schedulers.
@@ -209,7 +211,107 @@ class DistributedLRScheduler:
         Raises:
             UsageError: The state is for other parameters, or not one of a distributed scheduler.
         """
-        load_state(self._shards, "scheduler", state_dict)
+        _load_state(self._shards, "scheduler", state_dict)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(workers={[shard.worker for shard in self._shards]})"
+
+
+# The shards: calling all of them, and their states
+
+
+class _WorkerShard(NamedTuple):
+    """The object on one worker, and the indices of its parameters in the list of all parameters."""
+
+    worker: str
+    indices: tuple[int, ...]
+    rref: RRef[Any]
+
+
+_StartCall = Callable[[], torch.futures.Future[Any]]
+
+
+def _run_on_all(calls: Iterable[tuple[str, _StartCall]]) -> list[Any]:
+    """Start a call on each worker, wait for all of them, and return their results.
+
+    The first error is raised after all calls have ended, so no worker is still busy then.
+    """
+    errors: list[tuple[str, Exception]] = []
+    started: list[tuple[str, torch.futures.Future[Any]]] = []
+    # Tensors in the arguments are plain values. They must not become part of an autograd context.
+    with torch.no_grad():
+        for worker, start in calls:
+            try:
+                started.append((worker, start()))
+            except Exception as error:
+                errors.append((worker, error))
+    results = []
+    for worker, future in started:
+        try:
+            results.append(future.wait())
+        except Exception as error:
+            errors.append((worker, error))
+    if not errors:
+        return results
+    try:
+        raise _with_notes(errors)
+    finally:
+        errors.clear()  # breaks the cycle error -> traceback -> frame -> list
+
+
+def _with_notes(errors: Sequence[tuple[str, Exception]]) -> Exception:
+    """The first error, with the others as notes."""
+    (_, first), *others = errors
+    for worker, other in others:
+        first.add_note(f"There was an error on {worker} too: {type(other).__name__}: {other}")
+    return first
+
+
+def _call_all(shards: Iterable[_WorkerShard], method: str, *args: Any) -> list[Any]:
+    """Call a method of each shard's object with the same arguments, and return the results when all have ended."""
+    return _call_each([(shard, args) for shard in shards], method)
+
+
+def _call_each(calls: Iterable[tuple[_WorkerShard, Sequence[Any]]], method: str) -> list[Any]:
+    """Call a method of each shard's object with its own arguments, and return the results when all have ended."""
+    return _run_on_all((shard.worker, _start(shard, method, args)) for shard, args in calls)
+
+
+def _start(shard: _WorkerShard, method: str, args: Sequence[Any]) -> _StartCall:
+    return lambda: getattr(shard.rref.rpc_async(), method)(*args)
+
+
+# States. A worker is identified by the parameters that it has, because it may have another name in another job.
+
+
+def _gather_state(shards: Sequence[_WorkerShard], kind: str) -> dict[str, Any]:
+    """The states of all shards. ``kind`` is ``"optimizer"`` or ``"scheduler"``."""
+    states = _call_all(shards, "state_dict")
+    return {
+        "workers": [
+            {"name": shard.worker, "parameters": list(shard.indices), kind: state}
+            for shard, state in zip(shards, states, strict=True)
+        ]
+    }
+
+
+def _load_state(shards: Sequence[_WorkerShard], kind: str, state: dict[str, Any]) -> None:
+    """Load a state that ``_gather_state`` returned, each shard its own part."""
+    try:
+        parts = {tuple(part["parameters"]): part[kind] for part in state["workers"]}
+    except (KeyError, TypeError) as error:
+        raise UsageError(
+            f"This is not the state of a distributed {kind}. Give load_state_dict() what state_dict() of one returned."
+        ) from error
+    wanted = {shard.indices for shard in shards}
+    if wanted != parts.keys():
+        raise UsageError(
+            f"The state does not fit the parameters of this {kind}. When it was saved, the workers had the parameters "
+            f"{_listed(parts)}. Now they have {_listed(wanted)}. Give the parameters in the same order, and keep those "
+            "that were on one worker on one worker."
+        )
+    _call_each([(shard, (parts[shard.indices],)) for shard in shards], "load_state_dict")
+
+
+def _listed(groups: Iterable[tuple[int, ...]]) -> str:
+    return ", ".join(str(list(indices)) for indices in sorted(groups))
