@@ -14,8 +14,8 @@ from farprop.ids import GlobalId
 from farprop.protocol.references.control_plane import Batch, ControlReply, Operation, OperationKind
 from farprop.protocol.references.records import Fork, OwnedValue
 from farprop.runtime.client_connection import FutureCall
+from farprop.runtime.references.owned_values import ValueSlot
 from farprop.runtime.references.rref_context import RRefContext
-from farprop.runtime.references.value_slot import ValueSlot
 from farprop.runtime.timers import TimerHandle, TimerHeap
 from farprop.wire.dialect import PICKLES
 from farprop.wire.message import Message, pack_operations

@@ -22,10 +22,10 @@ from farprop.runtime.agent_registry import current_agent
 from farprop.runtime.client_connection import timeout_error
 from farprop.runtime.dynamo_disable import uncompiled
 from farprop.runtime.futures import Future
+from farprop.runtime.references.owned_values import ValueSlot
 from farprop.runtime.references.remote_call import RemoteCall
 from farprop.runtime.references.rref_context import RRefContext
 from farprop.runtime.references.user_references import RRefHandle, describe
-from farprop.runtime.references.value_slot import ValueSlot
 from farprop.wire.codec import reference_kinds, resolve_out_of_band, send_along
 from farprop.wire.message import Method
 

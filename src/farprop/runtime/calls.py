@@ -17,9 +17,9 @@ from farprop.runtime.client_connection import FutureCall
 from farprop.runtime.device_maps import DeviceMaps, careful_call
 from farprop.runtime.peers import Peers
 from farprop.runtime.profiling import ProfiledFunction
+from farprop.runtime.references.owned_values import ValueSlot
 from farprop.runtime.references.remote_call import RemoteCall
 from farprop.runtime.references.rref_context import RRefContext
-from farprop.runtime.references.value_slot import ValueSlot
 from farprop.runtime.services import WorkerServices
 from farprop.wire.codec import decode_with
 from farprop.wire.function_names import shown_name

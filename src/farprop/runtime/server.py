@@ -31,13 +31,12 @@ from farprop.protocol.roster import Identity
 from farprop.runtime import profiling
 from farprop.runtime.acceptor import Acceptor
 from farprop.runtime.admission import MOST_UNREAD, AdmissionControl, BarrierGate
-from farprop.runtime.asyncio_bridge import AsyncioThread
 from farprop.runtime.autograd import anomaly
 from farprop.runtime.autograd.contexts import Context, ContextContainer, current_context
+from farprop.runtime.deferred import AsyncioThread, Deferred, not_a_future
 from farprop.runtime.device_maps import DeviceMaps, careful_value
 from farprop.runtime.event_loop import HANGUP, IN, OUT
 from farprop.runtime.references.rref_context import RRefContext
-from farprop.runtime.references.value_slot import Deferred, not_a_future
 from farprop.runtime.thread_pool import STALL, ThreadPool
 from farprop.transport.connection import Connection
 from farprop.transport.sockets import make_ready

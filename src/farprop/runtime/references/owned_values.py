@@ -1,22 +1,135 @@
-"""The runtime's side of the values that this worker owns: their slots, and what happens when they are freed.
+"""The values that this worker owns: the slot of each, and what happens when a value is freed.
 
-A value may be asked for before the call that makes it has arrived. Then it has an *early* slot, which the value takes
-over when the call arrives, and which fails when the call can't arrive any more.
+A slot is empty until the value is made, like a future. A value may be asked for before the call that makes it has
+arrived. Then it has an *early* slot, which the value takes over when the call arrives, and which fails when the call
+can't arrive any more.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
 
-from farprop.errors import ReferenceLostError
+from farprop.errors import ReferenceLostError, renewed
 from farprop.ids import GlobalId
+from farprop.locks import make_lock
 from farprop.protocol.references.records import Fork, OwnedValue, Value
 from farprop.runtime.references.control_sender import ControlTransport
 from farprop.runtime.references.guarded_machine import GuardedMachine
-from farprop.runtime.references.value_slot import ValueSlot
+from farprop.runtime.sync import OneShot
+from farprop.runtime.thread_pool import pool_of_this_thread
 
 _REMEMBERED = 1000  # far more than the requests of one worker that are read and not run yet
+# One for all slots, which are many: it is never held for longer than a few lines.
+_lock = make_lock("value_slot")
+
+
+class ValueSlot:
+    """Filled once, with a value or an exception.
+
+    Args:
+        maker: The name of the function that makes the value, as it travelled; for inspection.
+        site: The line of the program that called for it, as it travelled; for inspection.
+    """
+
+    __slots__ = (
+        "_callbacks",
+        "_traceback",
+        "broken_off",
+        "created",
+        "done",
+        "error",
+        "maker",
+        "site",
+        "value",
+    )
+
+    def __init__(self, maker: bytes = b"", site: bytes = b"") -> None:
+        self.maker = maker
+        self.site = site
+        self.created = time.time()
+        self.done = False
+        self.broken_off = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self._traceback: TracebackType | None = None
+        self._callbacks: list[Callable[[], None]] = []
+
+    def fill(self, value: Any) -> None:
+        """The value is made. Ignored if the slot is filled already."""
+        self._finish(value, None)
+
+    def fail(self, error: BaseException) -> None:
+        """The value can't be made. Ignored if the slot is filled already."""
+        self._finish(None, error)
+
+    def break_off(self, error: BaseException) -> None:
+        """As ``fail``, but replaces a value that is there: for its caller, the call that makes it has failed."""
+        value = None
+        with _lock:
+            self.broken_off = True
+            done = self.done
+            if done:
+                # Kept until the lock is free: its finaliser is the user's.
+                value, self.value = self.value, None
+                self.error, self._traceback = error, None
+        del value
+        if not done:
+            self._finish(None, error)
+
+    def _finish(self, value: Any, error: BaseException | None) -> None:
+        with _lock:
+            if self.done:
+                return
+            self.value, self.error, self.done = value, error, True
+            self._traceback = None if error is None else error.__traceback__
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def replace(self, old: Any, new: Any) -> None:
+        """Replace a value by another one, if it is still there."""
+        with _lock:
+            if self.value is old:
+                self.value = new
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call back once the slot is filled: now, or on the thread that fills it."""
+        with _lock:
+            if not self.done:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until the slot is filled.
+
+        Args:
+            timeout: In seconds; 0 disables it.
+
+        Returns:
+            False if the timeout expired first.
+        """
+        if self.done:
+            return True
+        filled = OneShot()
+        self.when_done(filled.set)
+        pool = pool_of_this_thread()
+        if pool is None:
+            return filled.wait(timeout=timeout or -1)
+        with pool.blocked():
+            return filled.wait(timeout=timeout or -1)
+
+    def get(self) -> Any:
+        """The value; raises the exception if there is one. The slot must be filled."""
+        value = self.value  # read before the error: ``break_off`` may come between
+        if self.error is not None:
+            # Its own traceback: otherwise the traceback would grow with every raise.
+            raise renewed(self.error).with_traceback(self._traceback)
+        return value
 
 
 class OwnedValues:

@@ -13,8 +13,9 @@ from farprop.errors import UsageError
 from farprop.ids import GlobalId
 from farprop.protocol.references.records import ValueData
 from farprop.runtime.autograd.driver import BackwardDriver
+from farprop.runtime.deferred import Deferred, not_a_future
+from farprop.runtime.references.owned_values import ValueSlot
 from farprop.runtime.references.rref_context import RRefContext
-from farprop.runtime.references.value_slot import Deferred, ValueSlot, not_a_future
 from farprop.wire.dialect import Dialect
 from farprop.wire.message import Method
 

@@ -18,9 +18,8 @@ from farprop.protocol.references.state_machine import RRefStateMachine
 from farprop.runtime.liveness import PeerInstances
 from farprop.runtime.references.control_sender import ControlSender, ControlTransport
 from farprop.runtime.references.guarded_machine import GuardedMachine
-from farprop.runtime.references.owned_values import OwnedValues
+from farprop.runtime.references.owned_values import OwnedValues, ValueSlot
 from farprop.runtime.references.user_references import ReferenceInfo, RRefHandle, UserReferences
-from farprop.runtime.references.value_slot import ValueSlot
 from farprop.wire.message import REFS, REMOTE, Creation, Message, ReceivedRefs, unpack_operations
 
 _GIVING_UP = frozenset({OperationKind.RECALL, OperationKind.FORGO, OperationKind.DELETE})

@@ -1,4 +1,8 @@
-"""Runs the ``async def`` functions that other workers call."""
+"""Results that come later: how a request is answered after its handler has returned, without a thread that waits.
+
+A called function may be an ``async def`` function, which ``AsyncioThread`` runs, or return a future
+(``rpc.functions.async_execution``). Farprop's own handlers return a ``Deferred``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,36 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from farprop._torch import ScriptFunction
 from farprop.locks import make_lock
+
+
+class Deferred:
+    """What a handler of farprop's returns when it has to wait before it has its result.
+
+    Args:
+        subscribe: Calls its argument back when the wait is over.
+        resume: Returns the result, after that.
+    """
+
+    __slots__ = ("resume", "subscribe")
+
+    def __init__(self, subscribe: Callable[[Callable[..., None]], None], resume: Callable[[], Any]) -> None:
+        self.subscribe = subscribe
+        self.resume = resume
+
+
+def not_a_future(function: Any, value: Any) -> RuntimeError:
+    """The error, in torch's words, of a function decorated with ``async_execution`` that did not return a future."""
+    if isinstance(function._wrapped_async_rpc_function, ScriptFunction):
+        return RuntimeError(
+            f"Async functions must return an IValue of Future type, but got {type(value).__name__}. Return a Future, "
+            "or drop the decorator."
+        )
+    return RuntimeError(
+        "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
+        f"this one returned {type(value).__name__}. Return a Future, or drop the decorator."
+    )
 
 
 class AsyncioThread:
@@ -15,7 +48,7 @@ class AsyncioThread:
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
-        self._lock = make_lock("asyncio_bridge")
+        self._lock = make_lock("asyncio_thread")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
