@@ -63,7 +63,7 @@ def make_client(loop: StillLoop | None = None) -> tuple[ClientConnection, socket
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     loop = loop or StillLoop()
     client = ClientConnection(loop, "worker0 (rank 0)", "peer", 1, lambda *_: None, lambda *_: None)  # type: ignore[arg-type]
-    connection = Connection(ours, "peer", SegmentPool(0), 1 << 20, 1 << 20, client.want_output, lambda: None)
+    connection = Connection(ours, "peer", 1, SegmentPool(0), 1 << 20, 1 << 20, client.want_output, lambda: None)
     client.attach(connection)
     connection.open_fd_channel()
     theirs.recv(1000)
@@ -109,7 +109,7 @@ class Noted(FutureCall):
     __slots__ = ("ends", "quick")
 
     def __init__(self, quick: bool) -> None:
-        super().__init__(0.0)
+        super().__init__(None)
         self.quick = quick
         self.ends: list[tuple[Message | None, Exception | None]] = []
 
@@ -165,7 +165,7 @@ def test_nothing_can_be_sent_on_a_closed_connection(more: bool) -> None:
 def test_a_connection_whose_passage_can_not_be_opened_leaves_no_socket() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     theirs.close()
-    connection = Connection(ours, "peer", SegmentPool(0), 1 << 20, 1 << 20, lambda _: None, lambda: None)
+    connection = Connection(ours, "peer", 1, SegmentPool(0), 1 << 20, 1 << 20, lambda _: None, lambda: None)
     before = set(os.listdir("/proc/self/fd"))
     gc.disable()
     try:

@@ -19,6 +19,7 @@ from farprop.wire.message import (
     CONTEXT,
     FAST,
     HEADS,
+    MAX_SECONDS,
     PROFILED,
     REFS,
     REMOTE,
@@ -64,6 +65,7 @@ def received(data: bytes) -> Message:
     payload=st.binary(max_size=50),
     kind=st.sampled_from([REQUEST, ANSWER]),
     other_flags=st.sampled_from([0, FAST, SYSTEM, FAST | SYSTEM]),
+    seconds=st.none() | st.floats(0, MAX_SECONDS, exclude_min=True),
 )
 def test_heads_travel(
     refs: list[Fork] | None,
@@ -73,8 +75,9 @@ def test_heads_travel(
     payload: bytes,
     kind: int,
     other_flags: int,
+    seconds: float | None,
 ) -> None:
-    sent = Message(payload, [], flags=other_flags, kind=kind, call_id=7, seconds=1.5, name=b"module:function")
+    sent = Message(payload, [], flags=other_flags, kind=kind, call_id=7, seconds=seconds, name=b"module:function")
     for flag, head in ((REFS, refs), (REMOTE, creation), (CONTEXT, autograd), (PROFILED, profile)):
         sent.flags |= flag if head is not None else 0
     sent.refs, sent.creation, sent.autograd, sent.profile = refs or (), creation, autograd, profile or b""

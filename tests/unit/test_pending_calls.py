@@ -16,11 +16,11 @@ from farprop.protocol.quiescence import Quiescence, Report
 def test_every_call_ends_exactly_once(seed: int) -> None:
     chance = random.Random(seed)
     table: PendingCalls[int] = PendingCalls()
-    open_calls: dict[int, float] = {}
+    open_calls: dict[int, float | None] = {}
     ended: list[int] = []
     now = 0.0
     for call_id in range(300):
-        deadline = chance.choice([0.0, now + chance.random() * 20])
+        deadline = chance.choice([None, now + chance.random() * 20])
         table.open(call_id, call_id, deadline)
         open_calls[call_id] = deadline
         now += chance.random()
@@ -34,7 +34,7 @@ def test_every_call_ends_exactly_once(seed: int) -> None:
                 del open_calls[got]
         elif action == 3:
             expired = table.expire(now)
-            assert sorted(expired) == sorted(c for c, d in open_calls.items() if d and d <= now)
+            assert sorted(expired) == sorted(c for c, d in open_calls.items() if d is not None and d <= now)
             for call in expired:
                 ended.append(call)
                 del open_calls[call]
@@ -45,8 +45,8 @@ def test_every_call_ends_exactly_once(seed: int) -> None:
                 ended.append(call)
                 del open_calls[call]
         assert len(table) == len(open_calls)
-        due = [d for d in open_calls.values() if d]
-        assert table.next_deadline() == (min(due) if due else 0.0)
+        due = [d for d in open_calls.values() if d is not None]
+        assert table.next_deadline() == (min(due) if due else None)
         table.validate()
     ended += table.lost()
     assert sorted(ended) == list(range(300))

@@ -16,19 +16,19 @@ Call = TypeVar("Call")
 
 
 class PendingCalls(Generic[Call]):
-    """The calls to one peer, by id, with their deadlines (0: no deadline)."""
+    """The calls to one peer, by id, with their deadlines. A call may have none."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, tuple[Call, float]] = {}
+        self._calls: dict[int, tuple[Call, float | None]] = {}
         self._deadlines: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    def open(self, call_id: int, call: Call, deadline: float) -> None:
+    def open(self, call_id: int, call: Call, deadline: float | None) -> None:
         """Add a call."""
         self._calls[call_id] = call, deadline
-        if deadline:
+        if deadline is not None:
             heapq.heappush(self._deadlines, (deadline, call_id))
 
     def answer(self, call_id: int) -> Call | None:
@@ -38,14 +38,14 @@ class PendingCalls(Generic[Call]):
             self._drop_dead_deadlines()
         return None if entry is None else entry[0]
 
-    def next_deadline(self) -> float:
-        """When to call ``expire`` next; 0 if no call has a deadline."""
+    def next_deadline(self) -> float | None:
+        """When to call ``expire`` next; None if no call has a deadline."""
         while self._deadlines:
             deadline, call_id = self._deadlines[0]
             if call_id in self._calls:
                 return deadline
             heapq.heappop(self._deadlines)
-        return 0.0
+        return None
 
     def expire(self, now: float) -> list[Call]:
         """Remove and return all calls whose deadlines have passed."""
@@ -72,5 +72,5 @@ class PendingCalls(Generic[Call]):
     def validate(self) -> None:
         live = {call_id for _, call_id in self._deadlines}
         for call_id, (_, deadline) in self._calls.items():
-            assert not deadline or call_id in live, f"the deadline of call {call_id} is not in the heap"
+            assert deadline is None or call_id in live, f"the deadline of call {call_id} is not in the heap"
         assert len(self._deadlines) <= max(64, 4 * len(self._calls)) + 1

@@ -165,7 +165,7 @@ def init_rpc(
     check_settings(Settings.from_env())
     global _init_counter
     with _init_counter_lock:
-        timeout = meeting_seconds(chosen.rpc_timeout)
+        timeout = meeting_seconds(chosen.rpc_timeout or None)
         store, rank, world_size = stores.open_store(chosen.init_method, rank, world_size, chosen, timeout)
         store = dist.PrefixStore(f"rpc_prefix_{_init_counter}", store)
         _init_rpc_backend(backend, store, name, rank, world_size, chosen, restricted)

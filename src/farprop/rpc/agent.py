@@ -103,7 +103,7 @@ class TensorPipeAgent(RpcAgent):
             world_size,
             AgentOptions(
                 num_worker_threads=rpc_backend_options.num_worker_threads,
-                rpc_timeout=rpc_backend_options.rpc_timeout,
+                rpc_timeout=float(rpc_backend_options.rpc_timeout) or None,  # 0 disables it
                 master_host=_master_host(rpc_backend_options.init_method, store),
                 device_maps=portable(rpc_backend_options.device_maps),
                 devices=[str(device) for device in (*rpc_backend_options.devices, *more)],

@@ -202,13 +202,12 @@ def rpc_sync(
         to = _to_worker_info(to)
     if not callable(func):
         _check_name(func)
-    if timeout != UNSET_RPC_TIMEOUT:
-        timeout = checked_timeout(timeout)
+    seconds = agent.services.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else checked_timeout(timeout)
     if profiler_enabled() and (session := profiling.session()) is not None:
-        return _call_profiled(agent, session, RPCExecMode.SYNC, to, func, args, kwargs, timeout).wait()
+        return _call_profiled(agent, session, RPCExecMode.SYNC, to, func, args, kwargs, seconds).wait()
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = _pickled(func, args, kwargs)
-    return agent.call_sync(to, func, tuple(args) if args else (), kwargs or {}, timeout)
+    return agent.call_sync(to, func, tuple(args) if args else (), kwargs or {}, seconds)
 
 
 @uncompiled
@@ -260,19 +259,25 @@ def _invoke_rpc(
         to = _to_worker_info(to)
     if not callable(func):
         _check_name(func)
-    if rpc_timeout != UNSET_RPC_TIMEOUT:
-        rpc_timeout = checked_timeout(rpc_timeout)
+    seconds = agent.services.rpc_timeout if rpc_timeout == UNSET_RPC_TIMEOUT else checked_timeout(rpc_timeout)
     if profiler_enabled() and (session := profiling.session()) is not None:
-        return _call_profiled(agent, session, rpc_type, to, func, args, kwargs, rpc_timeout)
+        return _call_profiled(agent, session, rpc_type, to, func, args, kwargs, seconds)
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = _pickled(func, args, kwargs)
     future = Future()
-    agent.call_async(to, func, tuple(args) if args else (), kwargs or {}, rpc_timeout, future)
+    agent.call_async(to, func, tuple(args) if args else (), kwargs or {}, seconds, future)
     return future
 
 
 def _call_profiled(
-    agent: Agent, session: Session, mode: RPCExecMode, to: Any, func: Any, args: Any, kwargs: Any, timeout: float
+    agent: Agent,
+    session: Session,
+    mode: RPCExecMode,
+    to: Any,
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    timeout: float | None,
 ) -> Future:
     key = _profiling_key(agent, mode, to, func)
     if _default_pickler is not _internal_rpc_pickler:
@@ -413,7 +418,7 @@ def get_rpc_timeout() -> float:
     Returns:
         The timeout in seconds; 0 means no timeout.
     """
-    return current_agent().rpc_timeout
+    return current_agent().rpc_timeout or 0.0
 
 
 def _set_rpc_timeout(timeout: float) -> None:
@@ -452,7 +457,10 @@ def _gather(obj: Any, worker_names: Iterable[str] | None, timeout: float, flags:
     agent = current_agent()
     names = set(worker_names or (info.name for info in agent.get_worker_infos()))
     calls = GatherCalls(_gather_to_leader, _broadcast_to_followers, _release_follower)
-    return gather(agent, _gathers, obj, names, timeout, calls, flags)
+    # Without a timeout of its own, a gather waits for slow workers for ever. Its calls have the timeout of calls.
+    is_unset = timeout == UNSET_RPC_TIMEOUT
+    limit = None if is_unset else checked_timeout(timeout)
+    return gather(agent, _gathers, obj, names, limit, agent.rpc_timeout if is_unset else limit, calls, flags)
 
 
 @_require_initialized

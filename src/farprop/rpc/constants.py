@@ -2,13 +2,12 @@
 
 from datetime import timedelta
 
-from farprop.runtime.agent import AgentOptions
-from farprop.runtime.calls import UNSET_TIMEOUT
+from farprop.runtime.agent import DEFAULT_RPC_TIMEOUT, AgentOptions
 
-_DEFAULT_RPC_TIMEOUT_SEC: float = AgentOptions.rpc_timeout
+_DEFAULT_RPC_TIMEOUT_SEC: float = DEFAULT_RPC_TIMEOUT
 _DEFAULT_INIT_METHOD: str = "env://"
 _DEFAULT_NUM_WORKER_THREADS: int = AgentOptions.num_worker_threads
-_UNSET_RPC_TIMEOUT: float = UNSET_TIMEOUT
+_UNSET_RPC_TIMEOUT: float = -1.0
 
 DEFAULT_RPC_TIMEOUT_SEC: float = _DEFAULT_RPC_TIMEOUT_SEC
 DEFAULT_INIT_METHOD: str = _DEFAULT_INIT_METHOD

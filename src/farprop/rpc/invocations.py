@@ -26,9 +26,10 @@ from farprop.runtime.profiling import ProfiledFunction
 
 def start(to: str, function: Any, args: tuple[Any, ...], timeout: float) -> Future:
     """Call a function on a worker; returns a future of its result."""
+    agent = current_agent()
     future = Future()
-    seconds = timeout if timeout == UNSET_RPC_TIMEOUT else checked_timeout(timeout)
-    current_agent().call_async(to, function, args, {}, seconds, future)
+    seconds = agent.services.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else checked_timeout(timeout)
+    agent.call_async(to, function, args, {}, seconds, future)
     return future
 
 
@@ -43,7 +44,7 @@ def create(
 ) -> RRef[Any]:
     """Call a function on a worker, which keeps the result. ``keep`` is kept alive until the worker has answered."""
     agent = current_agent()
-    seconds = timeout if timeout == UNSET_RPC_TIMEOUT else checked_timeout(timeout)
+    seconds = agent.services.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else checked_timeout(timeout)
     call = agent.remote(to, function, args, kwargs, seconds, call_site(), profile, keep)
     subject = call.subject
     item = agent.references.hold(subject) if isinstance(subject, UserReference) else subject

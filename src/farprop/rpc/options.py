@@ -165,18 +165,18 @@ def _to_device_map(device_map: Any) -> dict[torch.device, torch.device]:
     return full
 
 
-def checked_timeout(timeout: float) -> float:
+def checked_timeout(timeout: float) -> float | None:
     """Check a timeout that a program gave.
 
     Args:
         timeout: Seconds; 0 disables the timeout.
 
     Returns:
-        The timeout in seconds. One of many years is replaced by 0.
+        The timeout in seconds, or None for 0 and for many years: no timeout.
 
     Raises:
         ValueError: It is negative or NaN.
     """
     if not timeout >= 0:
         raise ValueError(f"A timeout is 0 (no timeout) or more seconds, not {timeout}.")
-    return float(timeout) if timeout < MAX_SECONDS else 0.0
+    return float(timeout) if 0 < timeout < MAX_SECONDS else None

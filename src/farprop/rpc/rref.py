@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from functools import partial
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import torch
 
@@ -157,36 +157,38 @@ class RRef(Generic[T]):
             RpcTimeoutError: The value was not there in time.
             Exception: What the function raised that should have created the value.
         """
-        if timeout != UNSET_RPC_TIMEOUT:
-            timeout = checked_timeout(timeout)
+        seconds = timeout if timeout == UNSET_RPC_TIMEOUT else checked_timeout(timeout)
         if self._owned is not None:
-            return self._value_here(timeout)
+            return self._value_here(seconds)
         record = self._record
         agent = self._checked_agent("to_here() on it")
+        if seconds == UNSET_RPC_TIMEOUT:
+            seconds = agent.services.rpc_timeout
         rref = record.rref
         args = (rref.created_on, rref.local_id, record.exists)
         began = time.monotonic()
         try:
-            return agent.call_sync(self._owner_name, Method.FETCH, args, {}, timeout)  # type: ignore[no-any-return]
+            return agent.call_sync(self._owner_name, Method.FETCH, args, {}, seconds)  # type: ignore[no-any-return]
         except ReferenceLostError:
             raise
         except ConnectionLostError:
-            self._check_owner("to_here() on it", timeout, began)
+            self._check_owner("to_here() on it", seconds, began)
         # The owner is alive, only the connection was lost. Fetching is idempotent.
-        left = self._time_left(timeout, began)
+        left = self._time_left(seconds, began)
         return agent.call_sync(self._owner_name, Method.FETCH, args, {}, left)  # type: ignore[no-any-return]
 
-    def _check_owner(self, use: str, timeout: float, began: float) -> None:
+    def _check_owner(self, use: str, timeout: float | None, began: float) -> None:
         """After a lost connection: raise ``ReferenceLostError`` if the owner is gone."""
         current_agent().look_now(self._record.owner, self._time_left(timeout, began))
         self._checked_agent(use)
 
-    def _time_left(self, timeout: float, began: float) -> float:
-        seconds = current_agent().rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
-        left = began + seconds - time.monotonic()
-        if seconds and left <= 0:
-            raise timeout_error(self._owner_name, seconds)
-        return left if seconds else 0.0
+    def _time_left(self, timeout: float | None, began: float) -> float | None:
+        if timeout is None:
+            return None
+        left = began + timeout - time.monotonic()
+        if left <= 0:
+            raise timeout_error(self._owner_name, timeout)
+        return left
 
     def _checked_agent(self, use: str) -> Agent:
         assert self._handle is not None
@@ -196,13 +198,14 @@ class RRef(Generic[T]):
             raise UsageError(f"{self} belongs to an earlier init_rpc. It can't be used after the shutdown.")
         return agent
 
-    def _value_here(self, timeout: float) -> T:
+    def _value_here(self, timeout: float | None) -> T:
+        """The value, on its owner. With ``UNSET_RPC_TIMEOUT`` the process's default applies."""
         assert self._owned is not None
         slot = self._owned.slot
         if not slot.done:
             seconds = current_agent().rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
             if not slot.wait(seconds):
-                raise timeout_error(self._owner_name, seconds)
+                raise timeout_error(self._owner_name, cast(float, seconds))
         return slot.get()  # type: ignore[no-any-return]
 
     @uncompiled
@@ -217,7 +220,7 @@ class RRef(Generic[T]):
             Exception: What the function raised that should have created the value.
         """
         if self._owned is not None:
-            return self._value_here(0.0)
+            return self._value_here(None)
         record = self._record
         raise UsageError(
             f"For UserRRef(rref_id={record.rref}, fork_id={record.fork}), can't call localValue() on user "
@@ -288,14 +291,14 @@ class RRef(Generic[T]):
         agent = self._checked_agent("backward on it")
         rref = self._record.rref
         args = (rref.created_on, rref.local_id, self._record.exists, dist_autograd_ctx_id, retain_graph)
-        agent.call_sync(self._owner_name, Method.REF_BACKWARD, args, {}, UNSET_RPC_TIMEOUT)
+        agent.call_sync(self._owner_name, Method.REF_BACKWARD, args, {}, agent.rpc_timeout)
 
     # Torch's private methods
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """The type of the value. With ``blocking=False`` a future of it, which is cached."""
         if self._owned is not None and blocking:
-            return type(self._value_here(timeout))
+            return type(self._value_here(timeout or None))
         if self._type is None:
             self._type = self._ask_for_type(timeout)
         if not blocking:

@@ -12,6 +12,7 @@ import torch
 from farprop.errors import ConnectionLostError, ReferenceLostError, UsageError
 from farprop.rpc.constants import UNSET_RPC_TIMEOUT
 from farprop.rpc.functions import async_execution
+from farprop.rpc.options import checked_timeout
 from farprop.runtime.agent_registry import current_agent, is_agent_set
 from farprop.runtime.dynamo_disable import uncompiled
 from farprop.runtime.references.rpc_handlers import when_done
@@ -126,7 +127,8 @@ def _sync(
         raise
     except ConnectionLostError:
         if not rref.is_owner():
-            rref._check_owner(f"{method}() on it", timeout, began)
+            seconds = current_agent().rpc_timeout if timeout == UNSET_RPC_TIMEOUT else checked_timeout(timeout)
+            rref._check_owner(f"{method}() on it", seconds, began)
         raise
 
 

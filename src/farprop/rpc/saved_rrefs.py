@@ -13,7 +13,6 @@ import threading
 from typing import Any
 
 from farprop.errors import ConnectionLostError, ReferenceLostError, UsageError
-from farprop.rpc.constants import UNSET_RPC_TIMEOUT
 from farprop.rpc.rref import RRef
 from farprop.runtime.agent_registry import current_agent, is_agent_set
 
@@ -72,7 +71,7 @@ def load(text: str) -> RRef[Any]:
     if worker == agent.get_worker_info().name:
         return _kept(found["number"])
     try:
-        loaded: RRef[Any] = agent.call_sync(worker, _kept, (found["number"],), {}, UNSET_RPC_TIMEOUT)
+        loaded: RRef[Any] = agent.call_sync(worker, _kept, (found["number"],), {}, agent.rpc_timeout)
         return loaded
     except ReferenceLostError:
         raise

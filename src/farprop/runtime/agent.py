@@ -40,6 +40,7 @@ from farprop.wire.dialect import PICKLES, Dialect
 
 _log = logging.getLogger(__name__)
 
+DEFAULT_RPC_TIMEOUT = 60.0  # seconds
 _LAST_ANSWERS_SECONDS = 2.0
 _MIN_MEETING_SECONDS = 5.0
 _ENDLESS_MEETING_SECONDS = 300.0
@@ -50,16 +51,16 @@ class AgentOptions:
     """The backend options, in the form that the agent needs."""
 
     num_worker_threads: int = 16
-    rpc_timeout: float = 60.0
+    rpc_timeout: float | None = DEFAULT_RPC_TIMEOUT
     master_host: str = "127.0.0.1"
     device_maps: dict[str, dict[str, str]] = field(default_factory=dict)
     devices: list[str] = field(default_factory=list)
     dialect: Dialect = PICKLES
 
 
-def meeting_seconds(rpc_timeout: float) -> float:
+def meeting_seconds(rpc_timeout: float | None) -> float:
     """How long to wait for the other workers to join: the timeout of calls, but not less than workers take to start."""
-    return max(rpc_timeout, _MIN_MEETING_SECONDS) if rpc_timeout else _ENDLESS_MEETING_SECONDS
+    return _ENDLESS_MEETING_SECONDS if rpc_timeout is None else max(rpc_timeout, _MIN_MEETING_SECONDS)
 
 
 class Agent:
@@ -95,7 +96,7 @@ class Agent:
             self._membership,
             self._identity.instance,
             dialect,
-            float(options.rpc_timeout),
+            options.rpc_timeout,
             self._suspect,
         )
         self.gradients = BackwardDriver(rank, self.services)
@@ -111,7 +112,7 @@ class Agent:
         )
         self.services.bind(self.peers, self.references)
         self._devices = DeviceMaps(self._membership, options.device_maps, self.references.instance_of)
-        calls = Calls(self._info, self.peers, self.references, self._devices, self.services)
+        calls = Calls(self._info, self.peers, self.references, self._devices, dialect)
         self.call_sync, self.call_async, self.remote = calls.call_sync, calls.call_async, calls.remote
         self._failure_detector = FailureDetector(
             name, self.peers.probe, self._on_death, self._threads.submit, self._loop.call_at
@@ -175,12 +176,12 @@ class Agent:
     # The workers of the job
 
     @property
-    def rpc_timeout(self) -> float:
-        """The default timeout of calls, in seconds; 0 disables it."""
+    def rpc_timeout(self) -> float | None:
+        """The default timeout of calls, in seconds; None for no timeout."""
         return self.services.rpc_timeout
 
     @rpc_timeout.setter
-    def rpc_timeout(self, seconds: float) -> None:
+    def rpc_timeout(self, seconds: float | None) -> None:
         self.services.rpc_timeout = seconds
 
     @property
@@ -222,6 +223,7 @@ class Agent:
         return Connection(
             stream,
             peer.name,
+            peer.rank,
             self._pool,
             self._settings.max_message_bytes,
             peer.max_message_bytes,
@@ -279,9 +281,9 @@ class Agent:
         if not self._closed and rank != self._info.id and concerned:
             self._failure_detector.suspect(rank)
 
-    def look_now(self, rank: int, seconds: float) -> None:
-        """Check now, on this thread, whether a worker is alive, within ``seconds`` (0: the time limit of dialling)."""
-        self._failure_detector.look_now(rank, seconds)
+    def look_now(self, rank: int, timeout: float | None) -> None:
+        """Check now, on this thread, whether a worker is alive. Without a timeout, that of dialling applies."""
+        self._failure_detector.look_now(rank, timeout)
 
     def blocked(self) -> Blocked:
         """``with agent.blocked():`` around a wait in a called function, so that the pool replaces its thread."""

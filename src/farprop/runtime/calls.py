@@ -20,46 +20,42 @@ from farprop.runtime.profiling import ProfiledFunction
 from farprop.runtime.references.owned_values import ValueSlot
 from farprop.runtime.references.remote_call import RemoteCall
 from farprop.runtime.references.rref_context import RRefContext
-from farprop.runtime.services import WorkerServices
 from farprop.wire.codec import decode_with
+from farprop.wire.dialect import Dialect
 from farprop.wire.function_names import shown_name
 from farprop.wire.message import ANSWER, PROFILED, SYSTEM, Creation, Message
 from farprop.wire.tensors import DeviceMapRequired
 
-UNSET_TIMEOUT = -1.0
 _is_grad_enabled = torch.is_grad_enabled
 
 
 class Calls:
-    """Makes the three kinds of calls. Methods may be called from any thread."""
+    """Makes the three kinds of calls. Methods may be called from any thread. Timeouts are in seconds, or None."""
 
     def __init__(
-        self,
-        own: WorkerInfo,
-        peers: Peers,
-        references: RRefContext,
-        devices: DeviceMaps,
-        services: WorkerServices,
+        self, own: WorkerInfo, peers: Peers, references: RRefContext, devices: DeviceMaps, dialect: Dialect
     ) -> None:
-        dialect = services.dialect
         self._own = own
         self._peers = peers
         self._connections = peers.connections
         self._references = references
         self._devices = devices
         self._dialect = dialect
-        self._services = services
         self._name_of = dialect.name_of
         self._encode_call = careful_call(dialect.encode_call) if devices.moves_cpu_in_calls else dialect.encode_call
 
     # The three kinds of calls
 
     def call_sync(
-        self, to: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float, flags: int = 0
+        self,
+        to: Any,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float | None,
+        flags: int = 0,
     ) -> Any:
         """Call a function on another worker and wait; returns its result or raises its exception."""
-        if timeout == UNSET_TIMEOUT:
-            timeout = self._services.rpc_timeout
         connection = self._connections.get(to) if type(to) is str else None
         if connection is None or connection.lost:
             connection = self._peers.connect(to, timeout)
@@ -80,7 +76,7 @@ class Calls:
         function: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        timeout: float,
+        timeout: float | None,
         future: torch.futures.Future[Any],
         flags: int = 0,
         profile: ProfiledFunction | None = None,
@@ -90,8 +86,6 @@ class Calls:
         Only errors of the call itself are raised: if the worker can't be reached, the future gets the error. With
         ``profile``, the callee's events are added to the caller's profile before the future is done.
         """
-        if timeout == UNSET_TIMEOUT:
-            timeout = self._services.rpc_timeout
         context = None if flags & SYSTEM else current_context.get()
         name, rank = self._peers.name_and_rank(to)
         message = self._request(name, rank, context, function, args, kwargs, flags)
@@ -121,7 +115,7 @@ class Calls:
         function: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        timeout: float,
+        timeout: float | None,
         site: str,
         profile: ProfiledFunction | None = None,
         keep: Any = None,
@@ -133,7 +127,7 @@ class Calls:
             function: the function.
             args: its arguments.
             kwargs: its keyword arguments.
-            timeout: seconds that the call may take.
+            timeout: seconds that the call may take; None for no timeout.
             site: the line of the program that makes the call.
             profile: the profile that the callee's events are added to.
             keep: an object to keep alive until the call has ended.
@@ -141,8 +135,6 @@ class Calls:
         Returns:
             The call. Its ``subject`` is the reference to the value.
         """
-        if timeout == UNSET_TIMEOUT:
-            timeout = self._services.rpc_timeout
         connection = self._peers.connect(to, timeout)
         rank = connection.rank
         message = self._request(connection.peer, rank, current_context.get(), function, args, kwargs)
@@ -250,7 +242,7 @@ class FutureResponse(FutureCall):
 
     def __init__(
         self,
-        timeout: float,
+        timeout: float | None,
         future: torch.futures.Future[Any],
         value_of: ValueOf,
         context: Context | None,

@@ -16,7 +16,7 @@ import logging
 import select
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from farprop.errors import ConnectionLostError, ProtocolError, RpcTimeoutError
 from farprop.locks import make_lock
@@ -59,14 +59,14 @@ class FutureCall:
     """An asynchronous call. ``finish`` is called once with its outcome, on a thread of the pool.
 
     If ``quick`` is set, the reader calls ``finish`` itself. This is for farprop's own calls, whose ``finish`` is short
-    and runs no user code.
+    and runs no user code. ``timeout`` is in seconds, or None.
     """
 
     __slots__ = ("timeout",)
 
     quick = False
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float | None) -> None:
         self.timeout = timeout
 
     def finish(self, answer: Message | None, error: Exception | None) -> None:
@@ -154,12 +154,12 @@ class ClientConnection:
 
     # Calls
 
-    def call_sync(self, message: Message, timeout: float) -> Message:
+    def call_sync(self, message: Message, timeout: float | None) -> Message:
         """Send a request and wait for its answer.
 
         Args:
             message: the request.
-            timeout: in seconds; 0 disables it.
+            timeout: in seconds; None for no timeout.
 
         Returns:
             The answer.
@@ -176,13 +176,13 @@ class ClientConnection:
             self._loop.called_from_outside = True
         if self._connection.outbox_bytes > _OUTBOX_LIMIT:
             self._wait_for_room(timeout)
-        deadline = _now() + timeout if timeout else 0.0
+        deadline = None if timeout is None else _now() + timeout
         # From here on Ctrl-C may interrupt any line, and must leave nothing of this call behind.
         try:
             with self._lock:
                 if self._lost is not None:
                     raise self._lost_error()
-                self._calls.open(call_id, call, 0.0)
+                self._calls.open(call_id, call, None)
                 if self._reader is not None and (self._reader is not _LOOP or self._loop_in_stream or pooled):
                     self._followers[call] = None
                 elif pooled and threads.is_polling_thread():
@@ -208,14 +208,15 @@ class ClientConnection:
                 else:
                     with threads.blocked():
                         self._await_answer(call, deadline)
-                if deadline and call.outcome is None and _now() >= deadline:
+                if deadline is not None and call.outcome is None and _now() >= deadline:
                     break
         finally:
             if call.outcome is None or self._reader is call or call in self._followers:
                 self._leave(call, call_id)
         outcome = call.outcome
         if outcome is None:
-            raise timeout_error(self.peer, timeout)
+            # Only a deadline ends the loop without an outcome.
+            raise timeout_error(self.peer, cast(float, timeout))
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
@@ -226,7 +227,7 @@ class ClientConnection:
         call_id = next(self._ids)
         if self._connection.outbox_bytes > _OUTBOX_LIMIT:
             self._wait_for_room(timeout)
-        deadline = _now() + timeout if timeout else 0.0
+        deadline = None if timeout is None else _now() + timeout
         with self._lock:
             if self._lost is not None:
                 raise self._lost_error()
@@ -237,7 +238,7 @@ class ClientConnection:
             self.sent += not message.flags & SYSTEM
             # With many open calls, small requests are sent together; a timer sends the last ones.
             more = len(self._calls) > _PIPELINED
-        if deadline and (timer is None or deadline < timer.when):
+        if deadline is not None and (timer is None or deadline < timer.when):
             self._watch_deadlines()
         try:
             self._send(message, call_id, timeout, more)
@@ -257,7 +258,7 @@ class ClientConnection:
             if timer is not None:
                 timer.cancel()
             deadline = self._calls.next_deadline()
-            if deadline:
+            if deadline is not None:
                 self._deadline_timer = self._loop.call_at(deadline, self._on_deadline)
 
     def _on_deadline(self) -> None:
@@ -267,7 +268,7 @@ class ClientConnection:
             self._given_up += len(expired)
         self._watch_deadlines()
         for call in expired:
-            if isinstance(call, FutureCall):
+            if isinstance(call, FutureCall) and call.timeout is not None:
                 self._threads.submit(call.finish, None, timeout_error(self.peer, call.timeout))
 
     def _uncork_soon(self) -> None:
@@ -287,7 +288,7 @@ class ClientConnection:
         except ConnectionLostError as error:
             self.lose(str(error))
 
-    def _send(self, message: Message, call_id: int, timeout: float, more: bool = False) -> None:
+    def _send(self, message: Message, call_id: int, timeout: float | None, more: bool = False) -> None:
         message.call_id = call_id
         message.seconds = timeout
         if _log.isEnabledFor(_DEBUG):
@@ -303,17 +304,17 @@ class ClientConnection:
             self.lose("sending to it was interrupted")  # half a message may have been sent
             raise
 
-    def _wait_for_room(self, timeout: float) -> None:
+    def _wait_for_room(self, timeout: float | None) -> None:
         poller = select.poll()
         poller.register(self._connection.fd, select.POLLOUT)
-        end = _now() + timeout
+        began = _now()
         while self._connection.outbox_bytes > _OUTBOX_LIMIT and not self._connection.closed:
-            if timeout and _now() > end:
+            if timeout is not None and _now() - began > timeout:
                 raise timeout_error(self.peer, timeout)
             with self._threads.blocked():
                 poller.poll(20)
 
-    def _await_answer(self, call: SyncCall, deadline: float) -> None:
+    def _await_answer(self, call: SyncCall, deadline: float | None) -> None:
         """Read if this caller is the reader, else sleep until its answer has arrived or it becomes the reader."""
         if self._reader is call:
             self._read_for(call, deadline)
@@ -323,10 +324,10 @@ class ClientConnection:
             # The waking thread reads ``waker`` last, so it may have missed the new one: check again.
             if call.outcome is not None or self._reader is call:
                 return
-        if deadline:
-            call.waker.wait(timeout=max(0.0, deadline - _now()))
-        else:
+        if deadline is None:
             call.waker.wait()
+        else:
+            call.waker.wait(timeout=max(0.0, deadline - _now()))
 
     def _leave(self, call: SyncCall, call_id: int) -> None:
         """The caller stops waiting. Its answer is dropped if it arrives later."""
@@ -339,7 +340,7 @@ class ClientConnection:
 
     # Reading
 
-    def _read_for(self, call: SyncCall, deadline: float) -> None:
+    def _read_for(self, call: SyncCall, deadline: float | None) -> None:
         """Read until this caller's answer has arrived or its deadline has passed, then hand over to the next reader."""
         in_stream = False
         try:
@@ -364,12 +365,12 @@ class ClientConnection:
         finally:
             self._hand_over()
 
-    def _input_comes(self, deadline: float) -> bool:
+    def _input_comes(self, deadline: float | None) -> bool:
         """Wait until there is something to read; False at the deadline. An interrupt here does no harm."""
         poll = self._poller.poll
         if self._spinner.poll(poll):
             return True
-        if not deadline:
+        if deadline is None:
             poll()
             return True
         return bool(poll(max(0.0, deadline - _now()) * 1000)) or _now() < deadline

@@ -72,9 +72,10 @@ class EventLoop:
         # A thread of the program's made a call: it needs the interpreter's lock more than a thread that spins.
         self.called_from_outside = False
         self._epoll = select.epoll()
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wakeup, IN)
-        self._handlers: dict[int, Handler] = {self._wakeup: self._drain_wakeup}
+        wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup: int | None = wakeup  # None once closed
+        self._epoll.register(wakeup, IN)
+        self._handlers: dict[int, Handler] = {wakeup: self._drain_wakeup}
         self._timers = TimerHeap()
         self._spinner = Spinner()
 
@@ -116,9 +117,10 @@ class EventLoop:
 
     def wake(self) -> None:
         """End the sleep of the thread that polls. Takes no lock."""
-        if self._wakeup >= 0:
+        wakeup = self._wakeup
+        if wakeup is not None:
             try:
-                os.eventfd_write(self._wakeup, 1)
+                os.eventfd_write(wakeup, 1)
             except OSError:
                 pass
 
@@ -151,10 +153,12 @@ class EventLoop:
             self._timers.run_due(now)
 
     def _drain_wakeup(self, _: int) -> None:
-        try:
-            os.eventfd_read(self._wakeup)
-        except OSError:
-            pass
+        wakeup = self._wakeup
+        if wakeup is not None:
+            try:
+                os.eventfd_read(wakeup)
+            except OSError:
+                pass
         self._timers.sort_in()
 
     def close(self) -> None:
@@ -162,6 +166,7 @@ class EventLoop:
         self._handlers.clear()
         # The number first: the garbage collector may want to wake us at any moment, and it may be somebody's file by
         # then.
-        wakeup, self._wakeup = self._wakeup, -1
+        wakeup, self._wakeup = self._wakeup, None
         self._epoll.close()
-        os.close(wakeup)
+        if wakeup is not None:
+            os.close(wakeup)

@@ -13,7 +13,6 @@ from farprop.locks import make_lock
 from farprop.protocol import gather as protocol
 from farprop.protocol.gather import Action, AwaitRelease, Broadcast, Failure, Finish, Key, Release, SendValue
 from farprop.runtime.agent import Agent
-from farprop.runtime.calls import UNSET_TIMEOUT
 from farprop.runtime.futures import Future
 from farprop.wire.message import SYSTEM
 
@@ -109,7 +108,8 @@ def gather(
     gathers: Gathers,
     value: Any,
     names: set[str],
-    timeout: float,
+    timeout: float | None,
+    call_timeout: float | None,
     calls: GatherCalls,
     flags: int = 0,
 ) -> dict[str, Any]:
@@ -120,8 +120,8 @@ def gather(
         gathers: its gathers.
         value: this worker's value.
         names: the names of the workers that take part.
-        timeout: bounds the calls and the wait for slow workers. ``UNSET_TIMEOUT`` bounds the calls alone, by the
-            agent's ``rpc_timeout``.
+        timeout: how long to wait for slow workers, in seconds; None for no timeout.
+        call_timeout: the timeout of each call.
         calls: the functions to call on other workers.
         flags: flags of these calls.
 
@@ -132,7 +132,6 @@ def gather(
         ConnectionLostError: a worker has died.
         RpcTimeoutError: the time was not enough.
     """
-    call_timeout = agent.rpc_timeout if timeout == UNSET_TIMEOUT else timeout
     own = agent.get_worker_info().name
     own_calls = frozenset(
         name for function in (calls.to_leader, calls.to_follower) if (name := agent.dialect.name_of(function))
@@ -142,7 +141,7 @@ def gather(
         if not flags & SYSTEM:
             agent.gate.shut(key, frozenset(names - {own}), own_calls)
 
-    key, state = gathers.begin(own, names, value, call_timeout, on_all_values)
+    key, state = gathers.begin(own, names, value, call_timeout or 0.0, on_all_values)
     return _GatherLoop(agent, gathers, key, state, own, value, timeout, call_timeout, calls, flags).run()
 
 
@@ -157,8 +156,8 @@ class _GatherLoop:
         state: AllGatherStates,
         own: str,
         value: Any,
-        timeout: float,
-        call_timeout: float,
+        timeout: float | None,
+        call_timeout: float | None,
         calls: GatherCalls,
         flags: int,
     ) -> None:
@@ -172,7 +171,7 @@ class _GatherLoop:
         self._call_timeout = call_timeout
         self._calls = calls
         self._flags = flags
-        self._deadline = time.monotonic() + timeout if timeout > 0 else 0.0
+        self._deadline = None if timeout is None else time.monotonic() + timeout
 
     def run(self) -> dict[str, Any]:
         try:
@@ -200,9 +199,9 @@ class _GatherLoop:
                     for follower in followers:
                         self._broadcast_to(follower, values)
                 case AwaitRelease():
-                    if self._call_timeout:
+                    if self._call_timeout is not None:
                         patience = time.monotonic() + self._call_timeout
-                        self._deadline = min(self._deadline, patience) if self._deadline else patience
+                        self._deadline = patience if self._deadline is None else min(self._deadline, patience)
                 case Release() as release:
                     self._release(release)
                 case Finish(values, error):
@@ -220,8 +219,9 @@ class _GatherLoop:
                 if due:
                     return
                 try:
+                    deadline = self._deadline
                     self._agent.peers.connect(
-                        name, max(0.001, self._deadline - time.monotonic()) if self._deadline else 0.0
+                        name, None if deadline is None else max(0.001, deadline - time.monotonic())
                     )
                 except RpcTimeoutError:
                     break  # time is up
@@ -231,14 +231,14 @@ class _GatherLoop:
                         self._gathers.on_lost(self._key, name, error)
             if due:
                 return
-            left = self._deadline - time.monotonic() if self._deadline else _PEER_CHECK_SECONDS
+            left = _PEER_CHECK_SECONDS if self._deadline is None else self._deadline - time.monotonic()
             if left > 0:
                 if not signal.wait(min(left, _PEER_CHECK_SECONDS)):
                     # A worker is slow. It may be waiting for a call that the gate holds back here.
                     self._agent.gate.open(self._key)
             else:
-                self._deadline = 0.0
-                self._gathers.on_timeout(self._key, self._timeout)
+                self._deadline = None
+                self._gathers.on_timeout(self._key, self._timeout or 0.0)
 
     def _broadcast_to(self, follower: str, values: dict[str, Any]) -> None:
         future = Future()

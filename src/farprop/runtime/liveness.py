@@ -67,7 +67,7 @@ class FailureDetector:
             self._dialling[rank] = False
         self._submit(self._look, rank, time.monotonic() + PATIENCE)
 
-    def look_now(self, rank: int, timeout: float) -> None:
+    def look_now(self, rank: int, timeout: float | None) -> None:
         """Dial on this thread. Only a certain outcome counts: the time may be too short for any other."""
         try:
             self._dial(rank, timeout)

@@ -56,12 +56,12 @@ class Peers:
 
     # Finding and dialling
 
-    def connect(self, to: str | int | WorkerInfo, timeout: float = 0.0) -> ClientConnection:
+    def connect(self, to: str | int | WorkerInfo, timeout: float | None = None) -> ClientConnection:
         """The connection to a worker, dialled if there is none.
 
         Args:
             to: the worker's name, rank or info.
-            timeout: seconds that dialling may take; 0 for the default limit.
+            timeout: seconds that dialling may take; None for the default limit.
 
         Raises:
             ConnectionLostError: the worker has died or can't be reached.
@@ -86,15 +86,15 @@ class Peers:
         info = to if isinstance(to, WorkerInfo) else self._membership.info(to)
         return info.name, info.id
 
-    def _dial(self, name: str, timeout: float) -> ClientConnection:
+    def _dial(self, name: str, timeout: float | None) -> ClientConnection:
         # Threads that dial at the same time each make a connection, and the first one is kept: no thread waits.
         began = time.monotonic()
-        seconds = min(_DIAL_SECONDS, timeout or _DIAL_SECONDS)
+        seconds = _DIAL_SECONDS if timeout is None else min(_DIAL_SECONDS, timeout)
         with self._threads.blocked():
             try:
                 return self._dial_now(name, began + seconds)
             except ConnectionLostError as error:
-                if timeout and time.monotonic() - began >= timeout:
+                if timeout is not None and time.monotonic() - began >= timeout:
                     raise timeout_error(name, timeout) from error
                 raise
 
@@ -158,7 +158,7 @@ class Peers:
         if was_used and not self._closed:
             self._report_lost(client)
 
-    def probe(self, rank: int, timeout: float = 0.0) -> None:
+    def probe(self, rank: int, timeout: float | None = None) -> None:
         """Dial a worker, unless there is a connection.
 
         Raises:
@@ -186,7 +186,7 @@ class Peers:
             message.flags |= SYSTEM
         self.connect(rank, call.timeout).call_async(message, call)
 
-    def call_method(self, rank: int, method: Method, message: Message, timeout: float, system: bool) -> Message:
+    def call_method(self, rank: int, method: Method, message: Message, timeout: float | None, system: bool) -> Message:
         """Call a method on another worker, and wait for the answer."""
         message.name = method.value
         if system:

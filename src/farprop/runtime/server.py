@@ -148,7 +148,6 @@ class Server:
             sock.close()
             return
         connection = self._new_connection(sock, peer, self._want_output)
-        connection.rank = peer.rank
         self._connections[connection.fd] = connection
         self._identities[connection] = peer
         self._loop.add(connection.fd, IN | HANGUP, partial(self._on_events, connection))
@@ -218,23 +217,22 @@ class Server:
             and (flags & (REFS | REMOTE) or not may_be_system(message.name))
         ):
             flags = message.flags = flags & ~SYSTEM
-        deadline = now + message.seconds if message.seconds else 0.0
         if flags & (REFS | REMOTE):
-            self._take_references(connection, message, deadline)
+            self._take_references(connection, message, now)
         elif flags & SYSTEM:
             self._count(flags, 1)
             # Farprop's own requests are short, and never wait for the program's calls.
-            self._threads.push_answer(self._run, connection, message, deadline)
+            self._threads.push_answer(self._run, connection, message, now)
         else:
             with self._active_lock:
                 self.active += 1
             error = self._admission.admit(connection, message)
             if error is None:
-                self._threads.push_request((self._run, (connection, message, deadline)))
+                self._threads.push_request((self._run, (connection, message, now)))
             else:
                 self._refuse(connection, message, error)
 
-    def _take_references(self, connection: Connection, message: Message, deadline: float) -> None:
+    def _take_references(self, connection: Connection, message: Message, now: float) -> None:
         """Take the references of a request. It runs when the owners have counted them."""
         try:
             unconfirmed = self._references.take_refs(connection.rank, message)
@@ -250,10 +248,10 @@ class Server:
                 return
         if unconfirmed:
             self._references.when_confirmed(
-                unconfirmed, lambda: self._threads.submit_request(self._run, connection, message, deadline)
+                unconfirmed, lambda: self._threads.submit_request(self._run, connection, message, now)
             )
         else:
-            self._threads.push_request((self._run, (connection, message, deadline)))
+            self._threads.push_request((self._run, (connection, message, now)))
 
     def _refuse(self, connection: Connection, message: Message, error: OverloadedError) -> None:
         refs = message.received_refs
@@ -284,18 +282,19 @@ class Server:
 
     # Running requests
 
-    def _run(self, connection: Connection, message: Message, deadline: float) -> None:
+    def _run(self, connection: Connection, message: Message, received: float) -> None:
+        """Run a request that arrived at ``received``, and answer it."""
         started = _now()
         name, flags = message.name, message.flags
         if (
             self._gate.is_shut
             and not flags & SYSTEM
-            and self._gate.hold(connection.peer, name, partial(self._run, connection, message, deadline))
+            and self._gate.hold(connection.peer, name, partial(self._run, connection, message, received))
         ):
             return
         if not flags & SYSTEM:
             if connection.outbox_bytes > MOST_UNREAD and self._admission.hold(
-                connection, partial(self._run, connection, message, deadline)
+                connection, partial(self._run, connection, message, received)
             ):
                 return
             self._admission.begin(connection, message)
@@ -304,8 +303,9 @@ class Server:
         if flags & REMOTE and reply.creation is None:
             self._send_failure(reply, ConnectionLostError("its caller has given this call up as lost"))
             return
-        if deadline and started > deadline:
-            self._fail(reply, _too_late(message.seconds))
+        timeout = message.seconds
+        if timeout is not None and started > received + timeout:
+            self._fail(reply, _too_late(timeout))
             return
         if name not in self._quick:
             if self._corked:

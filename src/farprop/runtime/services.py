@@ -24,7 +24,7 @@ class WorkerServices:
         membership: Membership,
         instance: str,
         dialect: Dialect,
-        rpc_timeout: float,
+        rpc_timeout: float | None,
         suspect: Callable[[int], None],
     ) -> None:
         self.label = membership.own.label

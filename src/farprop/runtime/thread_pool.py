@@ -99,11 +99,11 @@ class ThreadPool:
         """Whether this thread is the leader."""
         return self._leader == _get_ident()
 
-    def poll_until(self, done: Callable[[], bool], deadline: float) -> bool:
+    def poll_until(self, done: Callable[[], bool], deadline: float | None) -> bool:
         """The leader waits for something that a handler will bring: it goes on polling, and leaves all work to others.
 
         Returns:
-            True if it is done; False at the deadline (0: none), or if another thread leads, or the pool closes.
+            True if it is done; False at the deadline, or if another thread leads, or the pool closes.
         """
         me = _get_ident()
         with self._lock:
@@ -118,7 +118,7 @@ class ThreadPool:
                 if self.requests or self._answers:
                     self._recruit()
                 timeout = None
-                if deadline:
+                if deadline is not None:
                     timeout = deadline - _now()
                     if timeout <= 0:
                         return False

@@ -55,6 +55,7 @@ class Connection:
     Args:
         sock: the connected and authenticated socket.
         peer: the name of the worker at the other end.
+        rank: its rank.
         pool: the free segments of this process.
         max_bytes: the largest message that this worker accepts.
         peer_max_bytes: the largest message that the peer accepts.
@@ -67,6 +68,7 @@ class Connection:
         self,
         sock: Stream,
         peer: str,
+        rank: int,
         pool: SegmentPool,
         max_bytes: int,
         peer_max_bytes: int,
@@ -75,7 +77,7 @@ class Connection:
         shares_memory: bool = True,
     ) -> None:
         self.peer = peer
-        self.rank = -1  # the peer's rank; set on connections that the peer dialled
+        self.rank = rank
         self.fd = sock.fileno()
         self.closed = False
         self.outbox_bytes = 0  # bytes in the outbox, and bytes that TLS has encrypted and not sent
@@ -297,7 +299,7 @@ class Connection:
         """Read the dialer's first message, which passes the descriptor channel."""
         assert isinstance(self._sock, socket.socket)
         count, descriptor = receive_with_descriptor(self._sock, self._reader.target)
-        if descriptor >= 0:
+        if descriptor is not None:
             self._take_fd_channel(FdChannel.from_descriptor(descriptor))
         elif count:
             raise ProtocolError("the first message on a Unix connection passes no descriptor channel")

@@ -317,8 +317,8 @@ def rights(descriptor: int) -> list[tuple[int, int, array.array[int]]]:
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
 
 
-def receive_with_descriptor(sock: socket.socket, target: memoryview) -> tuple[int, int]:
-    """Read into ``target``; returns the number of bytes, and the descriptor passed with them (-1: none)."""
+def receive_with_descriptor(sock: socket.socket, target: memoryview) -> tuple[int, int | None]:
+    """Read into ``target``; returns the number of bytes, and the descriptor that was passed with them, if any."""
     count, ancillary, flags, _ = sock.recvmsg_into([target], _ONE_DESCRIPTOR, SEND_FLAGS)
     received = array.array("i")
     for level, kind, data in ancillary:
@@ -329,7 +329,7 @@ def receive_with_descriptor(sock: socket.socket, target: memoryview) -> tuple[in
             os.close(descriptor)
         raise ProtocolError("descriptors were lost: does this process have too many open files?")
     if not received:
-        return count, -1
+        return count, None
     os.set_inheritable(received[0], False)
     return count, received[0]
 
@@ -371,8 +371,8 @@ class FdChannel:
             except OSError as error:
                 raise ProtocolError(f"segment {number} was never passed: {error}") from error
             (arrived,) = _NUMBER.unpack(message)
-            if descriptor < 0 or arrived in self._early:
-                if descriptor >= 0:
+            if descriptor is None or arrived in self._early:
+                if descriptor is not None:
                     os.close(descriptor)
                 raise ProtocolError(f"segment {number} was never passed ({count} bytes without a descriptor)")
             self._early[arrived] = descriptor

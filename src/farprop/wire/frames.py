@@ -67,7 +67,7 @@ class FrameReader:
             ):
                 at = _HEADER_SIZE + name_length
                 name = bytes(small[_HEADER_SIZE:at])
-                return [Message(bytes(small[at:count]), [], None, flags, (), kind, call_id, seconds, name)]
+                return [Message(bytes(small[at:count]), [], None, flags, (), kind, call_id, seconds or None, name)]
         messages: list[Message] = []
         if self._piece is not None:
             self._piece_filled += count
@@ -103,7 +103,7 @@ class FrameReader:
                 body_at = at + _HEADER_SIZE + name
                 name_bytes = bytes(small[at + _HEADER_SIZE : body_at])
                 payload = bytes(small[body_at:end])
-                messages.append(Message(payload, [], None, flags, (), kind, call_id, seconds, name_bytes))
+                messages.append(Message(payload, [], None, flags, (), kind, call_id, seconds or None, name_bytes))
                 at = end
                 continue
             message = self._message_of(head, bytes(small[at + _HEADER_SIZE : end]))
@@ -190,7 +190,7 @@ class FrameReader:
                 )
             buffers.append((segment, length))
         payload = memoryview(body)[at:]
-        return Message(payload, buffers, None, flags, (), kind, call_id, seconds, name, returned)
+        return Message(payload, buffers, None, flags, (), kind, call_id, seconds or None, name, returned)
 
 
 def room_for(length: int) -> memoryview:

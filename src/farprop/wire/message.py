@@ -115,8 +115,9 @@ class Message:
     ``FrameReader`` makes one from received bytes.
 
     ``buffers`` holds memory; as read from the stream, it holds pairs of a segment's number and a length. ``keep`` keeps
-    the buffers' memory alive until they are sent. ``out_of_band`` are the objects that the codec found and that travel
-    as ``refs``. The receiver's runtime resolves ``refs`` and ``creation`` into ``received_refs``.
+    the buffers' memory alive until they are sent. ``seconds`` is the time that is left for a request; None if it
+    has no deadline. ``out_of_band`` are the objects that the codec found and that travel as ``refs``. The receiver's
+    runtime resolves ``refs`` and ``creation`` into ``received_refs``.
     """
 
     __slots__ = (
@@ -147,7 +148,7 @@ class Message:
         out_of_band: Sequence[Any] = (),
         kind: int = REQUEST,
         call_id: int = 0,
-        seconds: float = 0.0,
+        seconds: float | None = None,
         name: bytes = b"",
         returned_segments: Sequence[int] = (),
     ) -> None:
@@ -182,7 +183,7 @@ class Message:
         if flags & HEADS:
             payload = self._pack_heads() + payload
         header = HEADER.pack(
-            self.kind, flags, len(table), len(name), len(returned), self.call_id, self.seconds, len(payload)
+            self.kind, flags, len(table), len(name), len(returned), self.call_id, self.seconds or 0.0, len(payload)
         )
         if not table and not returned:
             return header + name + payload

@@ -187,7 +187,7 @@ def _receive_descriptor(sock: Stream, source: int, deadline: float) -> int:
     if not isinstance(sock, socket.socket):
         raise RendezvousError(f"Rank {source} is on another host, and can't share memory with this one.")
     count, descriptor = receive_with_descriptor(sock, memoryview(bytearray(1)))
-    if not count or descriptor < 0:
+    if not count or descriptor is None:
         raise RendezvousError(f"Rank {source} went away, or passed no memory, while the group was made.")
     return descriptor
 

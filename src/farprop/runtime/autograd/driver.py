@@ -16,7 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -58,9 +58,9 @@ _SMALL = 16 * 1024
 class PassWaiter:
     """The thread that called ``backward``, and the actions that it waits for."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float | None) -> None:
         self.timeout = timeout
-        self.deadline = time.monotonic() + timeout if timeout else 0.0
+        self.deadline = None if timeout is None else time.monotonic() + timeout
         self.error: BaseException | None = None
         self._events: deque[PassAction] = deque()
         self._waker: Waker | None = None  # made when the thread first waits: a chain ends without a wait
@@ -86,8 +86,12 @@ class PassWaiter:
             if self._waker is None:
                 self._waker = Waker()
                 continue  # the waking thread reads the waker last, so it may have missed the new one: check again
-            left = self.deadline - time.monotonic() if self.deadline else -1.0
-            if self.deadline and left <= 0:
+            if self.deadline is None:
+                with peers.blocked():
+                    self._waker.wait()
+                continue
+            left = self.deadline - time.monotonic()
+            if left <= 0:
                 return None
             with peers.blocked():
                 self._waker.wait(timeout=left)
@@ -99,7 +103,7 @@ class _GradientCall(FutureCall):
 
     __slots__ = ("_driver", "_local")
 
-    def __init__(self, driver: BackwardDriver, local: LocalPass, timeout: float) -> None:
+    def __init__(self, driver: BackwardDriver, local: LocalPass, timeout: float | None) -> None:
         super().__init__(timeout)
         self._driver = driver
         self._local = local
@@ -122,7 +126,9 @@ class BackwardDriver:
 
     # Starting a pass
 
-    def backward(self, context_id: int, roots: Sequence[Any], keep_graph: bool, fast: bool, timeout: float) -> None:
+    def backward(
+        self, context_id: int, roots: Sequence[Any], keep_graph: bool, fast: bool, timeout: float | None
+    ) -> None:
         """Run the backward pass of a context from these scalars. Returns when it has ended everywhere.
 
         Raises:
@@ -147,7 +153,7 @@ class BackwardDriver:
         gradients: list[Gradient],
         keep_graph: bool,
         fast: bool,
-        timeout: float,
+        timeout: float | None,
     ) -> None:
         """Run a backward pass from edges of the graph, with a gradient for each."""
         pass_id = PassId(self.own_rank, next(self._numbers))
@@ -192,7 +198,7 @@ class BackwardDriver:
         while True:
             action = waiter.next(self._peers)
             if action is None:
-                raise RpcTimeoutError(_out_of_time(local, waiter.timeout))
+                raise RpcTimeoutError(_out_of_time(local, cast(float, waiter.timeout)))
             if isinstance(action, Ended):
                 return
             if isinstance(action, Survey):
@@ -308,7 +314,7 @@ class BackwardDriver:
         self._notify(local, action.worker, Method.RELEASE, self._head(local, 0, action.share), *action.used)
         return []
 
-    def _survey(self, local: LocalPass, deadline: float) -> dict[int, frozenset[int]]:
+    def _survey(self, local: LocalPass, deadline: float | None) -> dict[int, frozenset[int]]:
         """All sends that the roots reach, by worker."""
         found: dict[int, set[int]] = {}
         news = local.machine.reach([ROOTS])
@@ -324,11 +330,12 @@ class BackwardDriver:
                 news |= self._ask_reach(local, worker, new_ids, deadline)
         return {worker: frozenset(message_ids) for worker, message_ids in found.items()}
 
-    def _ask_reach(self, local: LocalPass, worker: int, message_ids: list[int], deadline: float) -> set[Target]:
+    def _ask_reach(self, local: LocalPass, worker: int, message_ids: list[int], deadline: float | None) -> set[Target]:
         if worker == self.own_rank:
             return local.machine.reach(message_ids)
         head = self._head(local, 0, CreditShare(NONE, {}))
-        flat = ask(self._peers, worker, Method.SURVEY, _seconds_to(deadline), head, *message_ids)
+        timeout = None if deadline is None else _seconds_to(deadline)
+        flat = ask(self._peers, worker, Method.SURVEY, timeout, head, *message_ids)
         return {Target(worker, message_id) for worker, message_id in zip(flat[::2], flat[1::2], strict=True)}
 
     # Outgoing messages
@@ -373,11 +380,16 @@ class BackwardDriver:
             return self._peers.dialect.encode_call(None, tuple(on_cpu), {})
 
     def _exchange(
-        self, local: LocalPass, target: Target, share: CreditShare, gradients: Sequence[Gradient], deadline: float
+        self,
+        local: LocalPass,
+        target: Target,
+        share: CreditShare,
+        gradients: Sequence[Gradient],
+        deadline: float | None,
     ) -> tuple[GradientAnswer, Sequence[Gradient]]:
         """Send gradients and wait for the answer."""
         message = self._gradient_message(local, target, share, gradients)
-        timeout = _seconds_to(deadline) if deadline else 0.0
+        timeout = None if deadline is None else _seconds_to(deadline)
         answer = self._peers.call_method(target.worker, Method.GRADIENTS, message, timeout, system=False)
         return self._decode(answer)
 
@@ -610,8 +622,8 @@ def restored(items: Sequence[Any]) -> Sequence[Gradient]:
 
 
 def _seconds_to(deadline: float) -> float:
-    """The timeout of a call that has to end by ``deadline``; 0 disables it."""
-    return max(deadline - time.monotonic(), 0.001) if deadline else 0.0
+    """The timeout of a call that has to end by ``deadline``."""
+    return max(deadline - time.monotonic(), 0.001)
 
 
 def _edge_of(root: Any) -> Edge:

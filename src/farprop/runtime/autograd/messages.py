@@ -16,7 +16,7 @@ class PeerCaller(Protocol):
 
     label: str
     """The worker's name in log lines."""
-    rpc_timeout: float
+    rpc_timeout: float | None
     dialect: Dialect
 
     def name_of_rank(self, rank: int) -> str: ...
@@ -27,7 +27,7 @@ class PeerCaller(Protocol):
     def send_method(self, rank: int, method: Method, message: Message, call: FutureCall, system: bool) -> None:
         """Call a method on another worker; raises like any call. ``system`` if it is short and runs no user code."""
 
-    def call_method(self, rank: int, method: Method, message: Message, timeout: float, system: bool) -> Message:
+    def call_method(self, rank: int, method: Method, message: Message, timeout: float | None, system: bool) -> Message:
         """Call a method on another worker, and wait for the answer."""
 
     def submit(self, function: Callable[..., None], *args: Any) -> None: ...
@@ -56,7 +56,7 @@ class OneWayCall(FutureCall):
             self._peers.submit(self._on_error, error)
 
 
-def ask(peers: PeerCaller, worker: int, method: Method, timeout: float, *args: Any) -> Any:
+def ask(peers: PeerCaller, worker: int, method: Method, timeout: float | None, *args: Any) -> Any:
     """Call one of farprop's short methods, and return its result."""
     dialect = peers.dialect
     answer = peers.call_method(worker, method, dialect.encode_call(None, args, {}), timeout, system=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -104,11 +105,11 @@ class ValueSlot:
                 return
         callback()
 
-    def wait(self, timeout: float) -> bool:
+    def wait(self, timeout: float | None) -> bool:
         """Wait until the slot is filled.
 
         Args:
-            timeout: In seconds; 0 disables it.
+            timeout: In seconds; None for no timeout.
 
         Returns:
             False if the timeout expired first.
@@ -118,10 +119,8 @@ class ValueSlot:
         filled = OneShot()
         self.when_done(filled.set)
         pool = pool_of_this_thread()
-        if pool is None:
-            return filled.wait(timeout=timeout or -1)
-        with pool.blocked():
-            return filled.wait(timeout=timeout or -1)
+        with nullcontext() if pool is None else pool.blocked():
+            return filled.wait() if timeout is None else filled.wait(timeout=timeout)
 
     def get(self) -> Any:
         """The value; raises the exception if there is one. The slot must be filled."""

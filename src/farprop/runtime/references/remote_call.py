@@ -26,7 +26,7 @@ class RemoteCall(FutureCall):
 
     def __init__(
         self,
-        timeout: float,
+        timeout: float | None,
         references: RRefContext,
         subject: UserReference | OwnedValue,
         keep: Any,

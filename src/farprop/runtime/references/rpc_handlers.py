@@ -82,7 +82,7 @@ def when_done(slot: ValueData, then: Callable[[], Any]) -> Any:
 
 
 def backward_from_value(
-    driver: BackwardDriver, value: Any, context_id: int | None, retain_graph: bool, fast: bool, timeout: float
+    driver: BackwardDriver, value: Any, context_id: int | None, retain_graph: bool, fast: bool, timeout: float | None
 ) -> None:
     """``RRef.backward`` where the value is. Without a context it is a pass of torch's own."""
     if not isinstance(value, torch.Tensor):
