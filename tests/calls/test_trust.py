@@ -287,4 +287,4 @@ def test_floods_of_connections_and_of_bytes_are_capped() -> None:
 
 
 def _unproven() -> int:
-    return len(current_agent()._server._acceptor._pending)
+    return len(current_agent()._accepted._acceptor._pending)

@@ -105,7 +105,7 @@ def _hold_and_let_go() -> None:
 
 
 def _lent_bytes() -> int:
-    return sum(connection.sender.lent_bytes for connection in current_agent()._server._connections.values())
+    return sum(connection.sender.lent_bytes for connection in current_agent()._accepted.all())
 
 
 def _until_little_is_lent() -> None:

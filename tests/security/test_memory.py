@@ -47,7 +47,7 @@ def _bytes_expected() -> int:
     """The memory that this worker's frame readers have allocated for incomplete messages."""
     from farprop.runtime.agent_registry import current_agent
 
-    connections = list(current_agent()._server._connections.values())
+    connections = current_agent()._accepted.all()
     pieces = [connection._reader._piece for connection in connections]
     return sum(len(piece) for piece in pieces if piece is not None)
 

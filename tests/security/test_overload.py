@@ -126,7 +126,7 @@ def test_a_caller_that_reads_no_answers_is_not_read_either_and_the_others_are_se
 
 
 def _outboxes() -> int:
-    return sum(connection.outbox_bytes for connection in current_agent()._server._connections.values())
+    return sum(connection.outbox_bytes for connection in current_agent()._accepted.all())
 
 
 def _take(connection: Stream, count: int) -> None:

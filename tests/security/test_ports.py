@@ -39,7 +39,7 @@ def many_files() -> Iterator[None]:
 
 
 def _unproven() -> int:
-    return len(current_agent()._server._acceptor._pending)
+    return len(current_agent()._accepted._acceptor._pending)
 
 
 def _rss() -> int:

@@ -17,6 +17,7 @@ from farprop.ids import GlobalId, WorkerInfo
 from farprop.locks import make_lock
 from farprop.protocol.roster import Entry, Identity
 from farprop.protocol.signing import CALLS
+from farprop.runtime.accepted_connections import AcceptedConnections
 from farprop.runtime.admission import BarrierGate
 from farprop.runtime.autograd.contexts import context_id_of
 from farprop.runtime.autograd.driver import BackwardDriver
@@ -119,14 +120,19 @@ class Agent:
         )
         self.gate = BarrierGate(self._threads.submit_request)
         self.owner_methods = OwnerMethods(self.references, dialect, self.backward_from_value)
-        self._server = Server(
-            self._threads,
+        self._accepted = AcceptedConnections(
+            self._loop,
             self._info,
             self._dialer.accepted,
             self._new_connection,
             self._check_peer,
             self._membership.check,
             self._on_peer_lost,
+        )
+        self._server = Server(
+            self._threads,
+            self._info,
+            self._accepted,
             self.references,
             self.gradients.contexts,
             self._devices,
@@ -146,7 +152,7 @@ class Agent:
 
     def _listen(self, options: AgentOptions, world_size: int | None) -> Entry:
         for listener in self._endpoint.listen(options.master_host):
-            self._server.listen(listener)
+            self._accepted.listen(listener)
         return self._endpoint.entry(
             world_size or 0,
             device_maps=options.device_maps,
@@ -164,7 +170,7 @@ class Agent:
         self._membership.join(self._endpoint.keys, self._own_entry, meeting_seconds(self.rpc_timeout))
         if self._membership.is_static:
             self._endpoint.on_all_joined()
-        self._server.close_strangers()
+        self._accepted.close_strangers()
         self._dialer.prepare(self._membership.entries.values())
         try:
             self._devices.check()
@@ -243,7 +249,7 @@ class Agent:
         if self._returns_due:
             self._returns_due = False
             self.peers.give_back()
-            self._server.give_back()
+            self._accepted.give_back()
 
     def _on_connection_lost(self, connection: ClientConnection) -> None:
         self.gradients.on_connection_lost(connection.rank)
@@ -259,7 +265,7 @@ class Agent:
         name = self._membership.name_of(rank)
         _log.warning("%s: %s has died", self._info.label, name)
         self.peers.lose(name, "it has died")
-        self._server.close_connections_of(rank)
+        self._accepted.close_those_of(rank)
         self.references.died(rank)
         self.gradients.on_death(rank)
 
@@ -314,7 +320,7 @@ class Agent:
             "agent.num_pending_requests": facts["queued"],
             "agent.client_active_calls": self.peers.open_calls,
             "agent.server_active_calls": self._server.active,
-            "agent.server_active_async_calls": self._server.active_async,
+            "agent.server_active_async_calls": self._server.async_results.futures,
             "agent.shm_free_bytes": self._pool.free_bytes,
         }
         waits = self._server.gil_waits
@@ -342,7 +348,7 @@ class Agent:
         """In a forked child, close the descriptors and touch nothing else. The threads belong to the parent."""
         self._closed = True
         self.peers.abandon()
-        self._server.abandon()
+        self._accepted.abandon()
         self._threads.abandon()
 
     def close(self, timeout: float = 2.0) -> None:
@@ -357,6 +363,7 @@ class Agent:
         self._failure_detector.close()
         self.references.close()
         self.peers.close()
+        self._accepted.close()
         self._server.close()
         self._threads.close(timeout)
         self._membership.forget_store()

@@ -1,21 +1,24 @@
-"""The server: connections that other workers dialled, and the requests on them."""
+"""The server: runs the requests of other workers, and answers them.
+
+Rules that hold here:
+
+- A request that was read counts as active until its answer is sent, whatever becomes of it.
+- A small request is read, run and answered by this class alone: each further object on the way would cost every call.
+  ``accepted_connections`` has the connections, ``async_results`` results that are not there when a function returns.
+"""
 
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import CoroutineType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
-from farprop._torch import Future, find_builtin, get_operation
 from farprop.errors import (
-    AuthenticationError,
     ConnectionLostError,
     FarpropError,
     NotExposedError,
@@ -25,26 +28,23 @@ from farprop.errors import (
 )
 from farprop.ids import WorkerInfo
 from farprop.locks import make_lock
-from farprop.protocol.handshake import ListenerHandshake
 from farprop.protocol.references.records import OwnedValue
-from farprop.protocol.roster import Identity
 from farprop.runtime import profiling
-from farprop.runtime.acceptor import Acceptor
+from farprop.runtime.accepted_connections import AcceptedConnections
 from farprop.runtime.admission import MOST_UNREAD, AdmissionControl, BarrierGate
+from farprop.runtime.async_results import AsyncResults, Deferred
 from farprop.runtime.autograd import anomaly
 from farprop.runtime.autograd.contexts import Context, ContextContainer, current_context
-from farprop.runtime.deferred import AsyncioThread, Deferred, not_a_future
 from farprop.runtime.device_maps import DeviceMaps, careful_value
 from farprop.runtime.event_loop import HANGUP, IN, OUT
 from farprop.runtime.references.rref_context import RRefContext
 from farprop.runtime.thread_pool import STALL, ThreadPool
 from farprop.transport.connection import Connection
-from farprop.transport.sockets import make_ready
-from farprop.transport.tls import Stream, TlsSocket
 from farprop.wire.codec import decode_with
 from farprop.wire.dialect import Dialect, EncodeValue
 from farprop.wire.function_names import FunctionNotFound, shown_name
 from farprop.wire.message import ANSWER, FAILURE, NOTICE, PROFILED, REFS, REMOTE, REQUEST, SYSTEM, Message, Method
+from farprop.wire.remote_exceptions import operator_error
 from farprop.wire.tensors import DeviceMapRequired
 
 _log = logging.getLogger(__name__)
@@ -77,17 +77,13 @@ class PendingReply:
 
 
 class Server:
-    """Accepts and authenticates connections, and runs the requests on them."""
+    """See the module's rules."""
 
     def __init__(
         self,
         threads: ThreadPool,
         own: WorkerInfo,
-        accepted: Callable[[socket.socket], tuple[ListenerHandshake, TlsSocket | None]],
-        new_connection: Callable[[Stream, Identity, Callable[[Connection], None]], Connection],
-        on_peer: Callable[[bytes], Identity],
-        check_membership: Callable[[Identity], None],
-        on_peer_lost: Callable[[Connection], None],
+        connections: AcceptedConnections,
         references: RRefContext,
         contexts: ContextContainer,
         devices: DeviceMaps,
@@ -97,17 +93,15 @@ class Server:
         methods: Mapping[Method, Callable[..., Any]],
     ) -> None:
         self.active = 0  # unanswered requests
-        self.active_async = 0  # those of them whose functions have returned futures
         self._system_active = 0  # unanswered requests of farprop's own
         self._active_lock = make_lock("server")
         self._threads = threads
-        loop = self._loop = threads.loop
+        self._loop = threads.loop
         worker = self._worker = own.name
         self._label = own.label
-        self._acceptor = Acceptor(loop, worker, accepted, on_peer, self._accept)
-        self._check_membership = check_membership
-        self._new_connection = new_connection
-        self._on_peer_lost = on_peer_lost
+        self._connections = connections
+        connections.on_events = self._on_events
+        connections.on_closed = self._run_held
         self._references = references
         self._contexts = contexts
         self._devices = devices
@@ -122,53 +116,18 @@ class Server:
         # Requests can arrive before the callers' device maps are known.
         self._encode_value: EncodeValue = careful_value(dialect.encode_value)
         self.gil_waits: list[float] | None = None  # in microseconds; None while they are not measured
-        self._connections: dict[int, Connection] = {}
-        self._identities: WeakKeyDictionary[Connection, Identity] = WeakKeyDictionary()
         # Functions whose last run was short. An answer waits for more only if a short function runs next.
         self._quick: set[bytes] = set()
         self._slow: set[bytes] = set()
         self._corked: set[Connection] = set()
-        self._coroutines = AsyncioThread(worker)
+        self.async_results = AsyncResults(threads, worker)
 
     def know_device_maps(self) -> None:
         """All workers have joined. Unless a device map moves CPU tensors, answers need no ``Place`` from now on."""
         if not self._devices.moves_cpu_in_answers:
             self._encode_value = self._dialect.encode_value
 
-    def listen(self, listener: socket.socket) -> None:
-        self._acceptor.listen(listener)
-
-    def _accept(self, sock: Stream, peer: Identity) -> None:
-        try:
-            make_ready(sock)
-            if sock.family != socket.AF_UNIX:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError as error:
-            _log.warning("%s: refused a connection: %s", self._label, error)
-            sock.close()
-            return
-        connection = self._new_connection(sock, peer, self._want_output)
-        self._connections[connection.fd] = connection
-        self._identities[connection] = peer
-        self._loop.add(connection.fd, IN | HANGUP, partial(self._on_events, connection))
-        self._close_if_stranger(connection)  # this worker may have joined meanwhile
-
-    def close_strangers(self) -> None:
-        """The members are known now: close earlier connections of processes that are not members."""
-        for connection in list(self._connections.values()):
-            self._close_if_stranger(connection)
-
-    def _close_if_stranger(self, connection: Connection) -> None:
-        identity = self._identities.get(connection)
-        try:
-            if identity is not None:
-                self._check_membership(identity)
-        except AuthenticationError as error:
-            _log.warning("%s: closed a connection: %s", self._label, error)
-            self._close(connection)
-
-    def _want_output(self, connection: Connection) -> None:
-        self._loop.change(connection.fd, IN | HANGUP | OUT)
+    # Reading requests
 
     def _on_events(self, connection: Connection, mask: int) -> None:
         try:
@@ -176,9 +135,9 @@ class Server:
                 if connection.flush():
                     self._loop.change(connection.fd, IN | HANGUP)
                     if connection.outbox_bytes:
-                        self._want_output(connection)  # filled again before the change took effect
+                        self._connections.want_output(connection)  # filled again before the change took effect
                 if self._run_held(connection):
-                    self._want_output(connection)  # and input
+                    self._connections.want_output(connection)  # and input
             if mask & ~OUT == 0:
                 return
             if connection.outbox_bytes > MOST_UNREAD and mask & ~(IN | OUT) == 0:
@@ -189,22 +148,22 @@ class Server:
         except BlockingIOError:
             return
         except Exception as error:  # messages may be lost: the connection can't go on
-            _log.error("%s: closed the connection from %s: %s", self._label, connection.peer, error)
-            self._close(connection)
+            self._break(connection, error)
             return
         if messages is None:
-            self._close(connection)
+            self._connections.close_one(connection)
             return
         now = _now()
         for message in messages:
             if message.kind == REQUEST:
                 self._accept_request(connection, message, now)
             elif message.kind != NOTICE:
-                _log.error(
-                    "%s: closed the connection from %s: message kind %d", self._label, connection.peer, message.kind
-                )
-                self._close(connection)
+                self._break(connection, f"message kind {message.kind}")
                 return
+
+    def _break(self, connection: Connection, why: object) -> None:
+        _log.error("%s: closed the connection from %s: %s", self._label, connection.peer, why)
+        self._connections.close_one(connection)
 
     def _accept_request(self, connection: Connection, message: Message, now: float) -> None:
         """Queue a request, unless it is refused. It counts as active until it is answered."""
@@ -220,7 +179,7 @@ class Server:
         if flags & (REFS | REMOTE):
             self._take_references(connection, message, now)
         elif flags & SYSTEM:
-            self._count(flags, 1)
+            self._count(flags)
             # Farprop's own requests are short, and never wait for the program's calls.
             self._threads.push_answer(self._run, connection, message, now)
         else:
@@ -237,10 +196,9 @@ class Server:
         try:
             unconfirmed = self._references.take_refs(connection.rank, message)
         except Exception as error:
-            _log.error("%s: closed the connection from %s: %s", self._label, connection.peer, error)
-            self._close(connection)
+            self._break(connection, error)
             return
-        self._count(message.flags, 1)
+        self._count(message.flags)
         if not message.flags & SYSTEM:
             overload = self._admission.admit(connection, message)
             if overload is not None:
@@ -265,22 +223,7 @@ class Server:
             self._threads.submit_request(run)
         return held is not None
 
-    def close_connections_of(self, rank: int) -> None:
-        for connection in [c for c in list(self._connections.values()) if c.rank == rank]:
-            self._close(connection)
-
-    def _close(self, connection: Connection) -> None:
-        with self._active_lock:
-            # By identity: another thread may have closed it, and another connection may have its descriptor by now.
-            if self._connections.get(connection.fd) is not connection:
-                return
-            del self._connections[connection.fd]
-        self._loop.remove(connection.fd)
-        if connection.close():
-            self._on_peer_lost(connection)
-        self._run_held(connection)
-
-    # Running requests
+    # Running them
 
     def _run(self, connection: Connection, message: Message, received: float) -> None:
         """Run a request that arrived at ``received``, and answer it."""
@@ -343,7 +286,7 @@ class Server:
                 value = function(*args, **kwargs)
         except BaseException as error:
             if name.startswith(b"torch:") and isinstance(error, TypeError):
-                error = _operator_error(function, args, kwargs) or error
+                error = operator_error(function, args, kwargs) or error
             _log.warning("%s: %s raised %r", self._label, shown_name(name, function), error, exc_info=error)
             self._fail(reply, error)
             return
@@ -356,9 +299,10 @@ class Server:
                 if (seconds < _QUICK) != (name in self._quick) or (seconds > STALL) != (name in self._slow):
                     self._remember(name, seconds)
         if hasattr(function, "_wrapped_async_rpc_function"):
-            self._answer_later(reply, function, value)
+            self.async_results.on_future(function, value, partial(self._answer, reply), partial(self._fail, reply))
         elif type(value) is CoroutineType or type(value) is Deferred:
-            self._answer_when_done(reply, value)
+            answer, fail = partial(self._answer, reply), partial(self._fail, reply)
+            self.async_results.on_unfinished(value, reply.context, answer, fail)
         else:
             self._answer(reply, value)
 
@@ -407,53 +351,7 @@ class Server:
             raise ProtocolError("A restricted job records no profiles of calls.")
         return profiling.unpack_settings(message.profile)
 
-    def _answer_when_done(self, reply: PendingReply, value: CoroutineType[Any, Any, Any] | Deferred) -> None:
-        """Answer when a coroutine or a deferred value is done."""
-        if isinstance(value, CoroutineType):
-            outer = current_context.set(reply.context)  # a task copies the context variables of its creator
-            self._coroutines.run(
-                value, lambda result: self._answer(reply, result), lambda error: self._fail(reply, error)
-            )
-            current_context.reset(outer)
-        else:
-            value.subscribe(lambda: self._threads.submit_request(self._resume, reply, value))
-
-    def _resume(self, reply: PendingReply, later: Deferred) -> None:
-        outer = current_context.set(reply.context)
-        try:
-            value = later.resume()
-        except BaseException as error:
-            self._fail(reply, error)
-            error.__traceback__ = None  # as in _answer_later
-        else:
-            if type(value) is CoroutineType or type(value) is Deferred:
-                self._answer_when_done(reply, value)
-            else:
-                self._answer(reply, value)
-        finally:
-            current_context.reset(outer)
-
-    def _answer_later(self, reply: PendingReply, function: Any, value: Any) -> None:
-        """Answer when the future of an ``async_execution`` function is done. Its thread is free until then."""
-        if not isinstance(value, Future):
-            self._fail(reply, not_a_future(function, value))
-            return
-
-        with self._active_lock:
-            self.active_async += 1
-
-        def done(future: Any) -> None:
-            with self._active_lock:
-                self.active_async -= 1
-            try:
-                result = future.wait()
-            except BaseException as error:
-                self._fail(reply, error)
-                error.__traceback__ = None  # a cycle through its frames and the future, which the collector can't see
-            else:
-                self._answer(reply, result)
-
-        value.add_done_callback(done)
+    # Answering them
 
     def _answer(self, reply: PendingReply, value: Any) -> None:
         if reply.creation is not None:
@@ -558,6 +456,8 @@ class Server:
             except (KeyError, ConnectionLostError):
                 pass  # another thread was faster, or the loop will see the end of it
 
+    # State
+
     def _remember(self, name: bytes, seconds: float) -> None:
         if seconds < _QUICK:
             self._quick.add(name)
@@ -575,36 +475,19 @@ class Server:
         waits.append((time.perf_counter() - began) * 1e6)
         del waits[:-1000]
 
-    def _count(self, flags: int, step: int) -> None:
+    def _count(self, flags: int) -> None:
         with self._active_lock:
             if flags & SYSTEM:
-                self._system_active += step
+                self._system_active += 1
             else:
-                self.active += step
+                self.active += 1
 
     @property
     def owes_system_answers(self) -> bool:
-        return self._system_active > 0 or any(c.outbox_bytes for c in list(self._connections.values()))
+        return self._system_active > 0 or self._connections.have_output
 
     def close(self) -> None:
-        self._acceptor.close()
-        for connection in list(self._connections.values()):
-            self._loop.remove(connection.fd)
-            connection.close()
-        self._connections.clear()
-        self._coroutines.close()
-
-    def abandon(self) -> None:
-        self._acceptor.abandon()
-        for connection in self._connections.values():
-            connection.abandon()
-
-    def give_back(self) -> None:
-        for connection in list(self._connections.values()):
-            try:
-                connection.give_back()
-            except ConnectionLostError:
-                pass  # the loop sees the end of it
+        self.async_results.close()
 
 
 def _too_late(seconds: float) -> RpcTimeoutError:
@@ -612,15 +495,3 @@ def _too_late(seconds: float) -> RpcTimeoutError:
         f"RPC ran for more than set timeout ({seconds * 1000:.0f} ms): its time was over before it could start, so it "
         "was not run."
     )
-
-
-def _operator_error(function: Any, args: Any, kwargs: Any) -> Exception | None:
-    """The error of an operator's schema. From Python operators raise TypeError, but torch's RPC reports this error."""
-    qualified = find_builtin(function)
-    if qualified is None:
-        return None
-    try:
-        get_operation(qualified)[0](*args, **kwargs)
-    except Exception as error:
-        return error
-    return None

@@ -7,7 +7,7 @@ caller raises a ``RemoteError`` with the text that travels beside it.
 from __future__ import annotations
 
 import traceback
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from farprop import _torch
 from farprop.errors import RemoteError
@@ -80,3 +80,15 @@ def decode_failure(payload: bytes | bytearray | memoryview) -> Exception:
         type_name,
         text,
     )
+
+
+def operator_error(function: Any, args: Any, kwargs: Any) -> Exception | None:
+    """The error of an operator's schema. From Python operators raise TypeError, but torch's RPC reports this error."""
+    qualified = _torch.find_builtin(function)
+    if qualified is None:
+        return None
+    try:
+        _torch.get_operation(qualified)[0](*args, **kwargs)
+    except Exception as error:
+        return error
+    return None

@@ -12,8 +12,8 @@ from farprop._torch import Future
 from farprop.errors import UsageError
 from farprop.ids import GlobalId
 from farprop.protocol.references.records import ValueData
+from farprop.runtime.async_results import Deferred, not_a_future
 from farprop.runtime.autograd.driver import BackwardDriver
-from farprop.runtime.deferred import Deferred, not_a_future
 from farprop.runtime.references.owned_values import ValueSlot
 from farprop.runtime.references.rref_context import RRefContext
 from farprop.wire.dialect import Dialect

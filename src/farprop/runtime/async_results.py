@@ -1,7 +1,8 @@
-"""Results that come later: how a request is answered after its handler has returned, without a thread that waits.
+"""Results that are not there when a called function returns: coroutines, futures, and deferred values.
 
 A called function may be an ``async def`` function, which ``AsyncioThread`` runs, or return a future
-(``rpc.functions.async_execution``). Farprop's own handlers return a ``Deferred``.
+(``rpc.functions.async_execution``). Farprop's own handlers return a ``Deferred``. No thread waits for any of them. Once
+a result is there, ``answer`` is called with it, or ``fail`` with its error.
 """
 
 from __future__ import annotations
@@ -9,10 +10,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from types import CoroutineType
 from typing import Any
 
-from farprop._torch import ScriptFunction
+from farprop._torch import Future, ScriptFunction
 from farprop.locks import make_lock
+from farprop.runtime.autograd.contexts import Context, current_context
+from farprop.runtime.thread_pool import ThreadPool
+
+Answer = Callable[[Any], None]
+Fail = Callable[[BaseException], None]
 
 
 class Deferred:
@@ -55,8 +62,8 @@ class AsyncioThread:
     def run(
         self,
         coroutine: Coroutine[Any, Any, Any],
-        answer: Callable[[Any], None],
-        fail: Callable[[BaseException], None],
+        answer: Answer,
+        fail: Fail,
     ) -> None:
         """Run a coroutine on the thread, and call ``answer`` with its result or ``fail`` with its error there."""
 
@@ -98,3 +105,64 @@ class AsyncioThread:
             thread.join(2.0)
             if not thread.is_alive():
                 loop.close()
+
+
+class AsyncResults:
+    """The results that requests to this worker wait for."""
+
+    def __init__(self, threads: ThreadPool, worker: str) -> None:
+        self.futures = 0  # that are not done yet
+        self._threads = threads
+        self._coroutines = AsyncioThread(worker)
+        self._lock = make_lock("async_results")
+
+    def on_future(self, function: Any, value: Any, answer: Answer, fail: Fail) -> None:
+        """A function decorated with ``async_execution`` has returned a value, which should be a future."""
+        if not isinstance(value, Future):
+            fail(not_a_future(function, value))
+            return
+        with self._lock:
+            self.futures += 1
+
+        def done(future: Any) -> None:
+            with self._lock:
+                self.futures -= 1
+            try:
+                result = future.wait()
+            except BaseException as error:
+                fail(error)
+                error.__traceback__ = None  # a cycle through its frames and the future, which the collector can't see
+            else:
+                answer(result)
+
+        value.add_done_callback(done)
+
+    def on_unfinished(
+        self, value: CoroutineType[Any, Any, Any] | Deferred, context: Context | None, answer: Answer, fail: Fail
+    ) -> None:
+        """A function has returned a coroutine or a deferred value, which runs in this autograd context."""
+        if isinstance(value, CoroutineType):
+            outer = current_context.set(context)  # a task copies the context variables of its creator
+            self._coroutines.run(value, answer, fail)
+            current_context.reset(outer)
+        else:
+            value.subscribe(lambda: self._threads.submit_request(self._resume, value, context, answer, fail))
+
+    def _resume(self, deferred: Deferred, context: Context | None, answer: Answer, fail: Fail) -> None:
+        outer = current_context.set(context)
+        try:
+            value = deferred.resume()
+        except BaseException as error:
+            fail(error)
+            error.__traceback__ = None  # as in on_future
+        else:
+            if type(value) is CoroutineType or type(value) is Deferred:
+                self.on_unfinished(value, context, answer, fail)
+            else:
+                answer(value)
+        finally:
+            current_context.reset(outer)
+
+    def close(self) -> None:
+        """Cancel all coroutines."""
+        self._coroutines.close()
