@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from farprop.protocol.backward import PassId
+from farprop.runtime.autograd.context_cleanup import ContextCleanup
 from farprop.runtime.autograd.contexts import Context
 from farprop.runtime.autograd.driver import BackwardDriver
 from farprop.runtime.autograd.engine import LocalPass
@@ -69,6 +70,10 @@ class Two:
         self.networks = Network(), Network()
         self.here, self.there = (BackwardDriver(rank, network) for rank, network in enumerate(self.networks))
         self.networks[0].other, self.networks[1].other = self.there, self.here
+        self.cleanups = [
+            ContextCleanup(driver.own_rank, network, driver.contexts, driver.aborter)  # type: ignore[arg-type]
+            for driver, network in zip((self.here, self.there), self.networks, strict=True)
+        ]
         self.context = self.here.contexts.new()
 
     def call(self, function: Any, *tensors: torch.Tensor) -> torch.Tensor:
@@ -193,10 +198,11 @@ def test_an_error_on_the_straight_way_undoes_the_pass() -> None:
 def test_clean_up_does_not_go_back_to_whoever_sent_it() -> None:
     two = Two()
     two.call(torch.neg, torch.rand(3, requires_grad=True))
-    two.here.release(two.context.id)
+    here, there = two.cleanups
+    here.release(two.context.id)
     assert two.networks[0].cleaned == [1]
     two.there.contexts.find(two.context.id).known.add(2)
-    two.there.release(two.context.id, told_by=0)
+    there.release(two.context.id, told_by=0)
     assert two.networks[1].cleaned == [2]
-    two.there.release(two.context.id, told_by=0)  # again
+    there.release(two.context.id, told_by=0)  # again
     assert two.networks[1].cleaned == [2]

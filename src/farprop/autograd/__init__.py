@@ -203,7 +203,7 @@ def _release_context(context_id: int) -> None:
     found = current_context.get()
     if found is not None and found._context_id() == context_id:
         current_context.set(None)
-    _driver().release(context_id)
+    current_agent().context_cleanup.release(context_id)
 
 
 def _init(worker_id: int) -> None:

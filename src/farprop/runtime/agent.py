@@ -19,6 +19,7 @@ from farprop.protocol.roster import Entry, Identity
 from farprop.protocol.signing import CALLS
 from farprop.runtime.accepted_connections import AcceptedConnections
 from farprop.runtime.admission import BarrierGate
+from farprop.runtime.autograd.context_cleanup import ContextCleanup
 from farprop.runtime.autograd.contexts import context_id_of
 from farprop.runtime.autograd.driver import BackwardDriver
 from farprop.runtime.calls import Calls
@@ -38,6 +39,7 @@ from farprop.transport.connection import Connection
 from farprop.transport.shared_memory import SegmentPool
 from farprop.transport.tls import Stream
 from farprop.wire.dialect import PICKLES, Dialect
+from farprop.wire.message import Method
 
 _log = logging.getLogger(__name__)
 
@@ -101,6 +103,7 @@ class Agent:
             self._suspect,
         )
         self.gradients = BackwardDriver(rank, self.services)
+        self.context_cleanup = ContextCleanup(rank, self.services, self.gradients.contexts, self.gradients.aborter)
         self.references = RRefContext(rank, name, self.services, self._on_context_ended)
         self.peers = Peers(
             self._threads,
@@ -139,7 +142,11 @@ class Agent:
             self.gate,
             self._settings.max_message_bytes,
             dialect,
-            {**self.owner_methods.table(), **self.gradients.methods()},
+            {
+                **self.owner_methods.table(),
+                **self.gradients.methods(),
+                Method.CONTEXT_EXISTS: self.context_cleanup.on_context_exists,
+            },
         )
         try:
             self._own_entry = self._listen(options, world_size)
@@ -252,7 +259,7 @@ class Agent:
             self._accepted.give_back()
 
     def _on_connection_lost(self, connection: ClientConnection) -> None:
-        self.gradients.on_connection_lost(connection.rank)
+        self.context_cleanup.on_connection_lost(connection.rank)
         self._suspect(connection.rank)
 
     def _on_peer_lost(self, connection: Connection) -> None:
@@ -267,12 +274,12 @@ class Agent:
         self.peers.lose(name, "it has died")
         self._accepted.close_those_of(rank)
         self.references.died(rank)
-        self.gradients.on_death(rank)
+        self.context_cleanup.on_death(rank)
 
     # Between references and backward passes
 
     def _on_context_ended(self, context: GlobalId, told_by: int) -> None:
-        self.gradients.release(context_id_of(context), told_by)
+        self.context_cleanup.release(context_id_of(context), told_by)
 
     def backward_from_value(self, value: Any, context_id: int | None, retain_graph: bool) -> None:
         """Run a backward pass from a value that remote references refer to."""
@@ -283,7 +290,7 @@ class Agent:
 
     def _suspect(self, rank: int) -> None:
         """Check whether a worker is alive, if its death would change anything here."""
-        concerned = self.references.concerned_with(rank) or self.gradients.concerned_with(rank)
+        concerned = self.references.concerned_with(rank) or self.context_cleanup.concerned_with(rank)
         if not self._closed and rank != self._info.id and concerned:
             self._failure_detector.suspect(rank)
 

@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+import torch
 
 from farprop.errors import ProtocolError
 from farprop.ids import GlobalId
 from farprop.protocol.backward import ALL, Credit, CreditShare, PassId, Statuses
 from farprop.protocol.references.control_plane import Operation, OperationKind
 from farprop.protocol.references.records import Fork, OwnedValue
+from farprop.wire.tensors import DeviceMapRequired
 
 
 class Kind(enum.IntEnum):
@@ -294,6 +297,9 @@ _STATUS = struct.Struct("<HIB")
 _PART = struct.Struct("<QIH")
 _DEEPEST = 1 << 18  # the highest accepted level of a credit: half of the format's limit, so that it can be split
 _FAST_MODE, _KEEP_GRAPH, _ANOMALY = 1, 2, 4
+_SMALL_GRADIENT = 16 * 1024  # bytes; a smaller one is made contiguous, because the fast codec takes no others
+
+Gradient = torch.Tensor | None
 
 
 class PassHead(NamedTuple):
@@ -368,6 +374,47 @@ class GradientAnswer(NamedTuple):
         if at > len(data):
             raise _nonsense("it is too short")
         return cls(parts, None if at == len(data) else unpack_share(data[at + 1 :]))
+
+
+def encode_gradients(encode_call: Callable[..., Message], head: bytes, gradients: Sequence[Gradient]) -> Message:
+    """Encode a head and gradients.
+
+    A gradient that occurs twice (``a + b`` has one for both) is sent once.
+    Its second place has the number of the first.
+    """
+    items: list[Any] = [head]
+    places: dict[int, int] = {}
+    for place, gradient in enumerate(gradients):
+        if gradient is None:
+            items.append(None)
+            continue
+        first = places.setdefault(id(gradient), place)
+        if first != place:
+            items.append(first)
+        elif gradient.layout is torch.strided and not gradient.is_contiguous() and gradient.nbytes <= _SMALL_GRADIENT:
+            items.append(gradient.contiguous())  # such as the expanded gradient of sum()
+        else:
+            items.append(gradient)
+    try:
+        return encode_call(None, tuple(items), {})
+    except DeviceMapRequired:
+        # Gradients travel as copies on the CPU. The receiver moves them to the devices of its tensors.
+        on_cpu = [item.cpu() if isinstance(item, torch.Tensor) else item for item in items]
+        return encode_call(None, tuple(on_cpu), {})
+
+
+def gradients_of(items: Sequence[Any]) -> Sequence[Gradient]:
+    """The gradients of a message, of what was decoded after its head."""
+    if int not in map(type, items):
+        return items
+    gradients: list[Gradient] = []
+    for item in items:
+        if type(item) is int:
+            item = gradients[item] if 0 <= item < len(gradients) else None
+            if item is None:
+                raise ProtocolError("a message of a backward pass refers to a gradient that it does not have")
+        gradients.append(item)
+    return gradients
 
 
 def pack_share(share: CreditShare) -> bytes:

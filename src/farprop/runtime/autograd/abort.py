@@ -95,6 +95,10 @@ class PassAborter:
                 break
         return self._peers.ranks()
 
+    def on_pass_failed(self, caller: int, origin: int, number: int, failure: bytes) -> None:
+        """Another worker reports that a pass of ours failed."""
+        self._fail_waiter(PassId(origin, number), self._peers.dialect.decode_failure(failure))
+
     def on_abort(self, caller: int, context_id: int, origin: int, number: int) -> list[int]:
         """The origin aborts a pass: undo it here. Returns the other workers that may know the pass."""
         pass_id = PassId(origin, number)

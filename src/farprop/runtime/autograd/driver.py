@@ -1,4 +1,4 @@
-"""Drives backward passes: this worker's contexts, the passes that run through them, and their messages.
+"""Drives backward passes: starts them, runs this worker's part of them, and exchanges their messages.
 
 Rules that hold here:
 
@@ -16,11 +16,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 
-from farprop.errors import BackwardError, ConnectionLostError, FarpropError, ProtocolError, RpcTimeoutError, UsageError
+from farprop.errors import BackwardError, FarpropError, RpcTimeoutError, UsageError
 from farprop.ids import unguessable
 from farprop.protocol.backward import (
     ALL,
@@ -40,19 +41,24 @@ from farprop.protocol.backward import (
     passed_on,
 )
 from farprop.runtime.autograd.abort import PassAborter
-from farprop.runtime.autograd.contexts import COUNTER_BITS, Context, ContextContainer, maker_of
-from farprop.runtime.autograd.engine import PASS, SEND, Gradient, LocalPass, Outgoing, profiled
+from farprop.runtime.autograd.contexts import COUNTER_BITS, Context, ContextContainer
+from farprop.runtime.autograd.engine import PASS, SEND, LocalPass, Outgoing, profiled
 from farprop.runtime.autograd.graph import Edge
-from farprop.runtime.autograd.messages import OneWayCall, PeerCaller, ask
-from farprop.runtime.client_connection import FutureCall
+from farprop.runtime.autograd.messages import LEAST_SECONDS, CallbackCall, GradientReply, OneWayCall, PeerCaller, survey
 from farprop.runtime.sync import Waker
-from farprop.wire.message import ANSWER, GradientAnswer, GradientPart, Message, Method, PassHead
-from farprop.wire.tensors import DeviceMapRequired
+from farprop.wire.message import (
+    ANSWER,
+    Gradient,
+    GradientAnswer,
+    GradientPart,
+    Message,
+    Method,
+    PassHead,
+    encode_gradients,
+    gradients_of,
+)
 
 _log = logging.getLogger(__name__)
-
-_ASK_SECONDS = 20.0
-_SMALL = 16 * 1024
 
 
 class PassWaiter:
@@ -86,34 +92,16 @@ class PassWaiter:
             if self._waker is None:
                 self._waker = Waker()
                 continue  # the waking thread reads the waker last, so it may have missed the new one: check again
-            if self.deadline is None:
-                with peers.blocked():
-                    self._waker.wait()
-                continue
-            left = self.deadline - time.monotonic()
-            if left <= 0:
+            left = None if self.deadline is None else self.deadline - time.monotonic()
+            if left is not None and left <= 0:
                 return None
             with peers.blocked():
-                self._waker.wait(timeout=left)
+                self._waker.wait(timeout=-1 if left is None else left)
         raise self.error
 
 
-class _GradientCall(FutureCall):
-    """A call that sends gradients to another worker. The answer may hold gradients for this one."""
-
-    __slots__ = ("_driver", "_local")
-
-    def __init__(self, driver: BackwardDriver, local: LocalPass, timeout: float | None) -> None:
-        super().__init__(timeout)
-        self._driver = driver
-        self._local = local
-
-    def finish(self, answer: Message | None, error: Exception | None) -> None:
-        self._driver.on_answer(self._local, answer, error)
-
-
 class BackwardDriver:
-    """This worker's part in distributed autograd. Methods may be called from any thread."""
+    """Runs the backward passes of this worker's contexts. Methods may be called from any thread."""
 
     def __init__(self, own_rank: int, peers: PeerCaller) -> None:
         self.own_rank = own_rank
@@ -202,7 +190,8 @@ class BackwardDriver:
             if isinstance(action, Ended):
                 return
             if isinstance(action, Survey):
-                used = self._survey(local, waiter.deadline)
+                head = self._head(local, 0, CreditShare(NONE, {}))
+                used = survey(self._peers, local, head, waiter.deadline)
                 with local.lock:
                     actions = local.machine.on_surveyed(used)
                 if self._perform(local, actions, waiter):
@@ -216,7 +205,7 @@ class BackwardDriver:
         actions: list[PassAction],
         waiter: PassWaiter | None = None,
         back_to: int | None = None,
-        reply: _Reply | None = None,
+        reply: GradientReply | None = None,
     ) -> bool:
         """Perform actions, and those that follow from them.
 
@@ -243,7 +232,7 @@ class BackwardDriver:
                     todo.extend(self._take_answer(local, answer, came))
                 else:
                     message = self._gradient_message(local, target, share, gradients)
-                    call = _GradientCall(self, local, self._peers.rpc_timeout)
+                    call = CallbackCall(self._peers.rpc_timeout, partial(self._on_answer, local))
                     self._peers.send_method(target.worker, Method.GRADIENTS, message, call, system=False)
                 continue
             action = todo.popleft()
@@ -314,30 +303,6 @@ class BackwardDriver:
         self._notify(local, action.worker, Method.RELEASE, self._head(local, 0, action.share), *action.used)
         return []
 
-    def _survey(self, local: LocalPass, deadline: float | None) -> dict[int, frozenset[int]]:
-        """All sends that the roots reach, by worker."""
-        found: dict[int, set[int]] = {}
-        news = local.machine.reach([ROOTS])
-        while news:
-            asked: dict[int, list[int]] = {}
-            for worker, message_id in news:
-                message_ids = found.setdefault(worker, set())
-                if message_id not in message_ids:
-                    message_ids.add(message_id)
-                    asked.setdefault(worker, []).append(message_id)
-            news = set()
-            for worker, new_ids in asked.items():
-                news |= self._ask_reach(local, worker, new_ids, deadline)
-        return {worker: frozenset(message_ids) for worker, message_ids in found.items()}
-
-    def _ask_reach(self, local: LocalPass, worker: int, message_ids: list[int], deadline: float | None) -> set[Target]:
-        if worker == self.own_rank:
-            return local.machine.reach(message_ids)
-        head = self._head(local, 0, CreditShare(NONE, {}))
-        timeout = None if deadline is None else _seconds_to(deadline)
-        flat = ask(self._peers, worker, Method.SURVEY, timeout, head, *message_ids)
-        return {Target(worker, message_id) for worker, message_id in zip(flat[::2], flat[1::2], strict=True)}
-
     # Outgoing messages
 
     def _head(self, local: LocalPass, message_id: int, share: CreditShare) -> bytes:
@@ -355,29 +320,7 @@ class BackwardDriver:
         self, local: LocalPass, target: Target, share: CreditShare, gradients: Sequence[Gradient]
     ) -> Message:
         local.partners.add(target.worker)
-        return self._encode(self._head(local, target.message_id, share), gradients)
-
-    def _encode(self, head: bytes, gradients: Sequence[Gradient]) -> Message:
-        """Encode a head and gradients. A gradient that occurs twice (``a + b`` has one for both) is sent once."""
-        items: list[Any] = [head]
-        places: dict[int, int] = {}
-        for place, gradient in enumerate(gradients):
-            if gradient is None:
-                items.append(None)
-                continue
-            first = places.setdefault(id(gradient), place)
-            if first != place:
-                items.append(first)
-            elif gradient.layout is torch.strided and not gradient.is_contiguous() and gradient.nbytes <= _SMALL:
-                items.append(gradient.contiguous())  # such as the expanded gradient of sum()
-            else:
-                items.append(gradient)
-        try:
-            return self._peers.dialect.encode_call(None, tuple(items), {})
-        except DeviceMapRequired:
-            # Gradients travel as copies on the CPU. The receiver moves them to the devices of its tensors.
-            on_cpu = [item.cpu() if isinstance(item, torch.Tensor) else item for item in items]
-            return self._peers.dialect.encode_call(None, tuple(on_cpu), {})
+        return encode_gradients(self._peers.dialect.encode_call, self._head(local, target.message_id, share), gradients)
 
     def _exchange(
         self,
@@ -389,7 +332,7 @@ class BackwardDriver:
     ) -> tuple[GradientAnswer, Sequence[Gradient]]:
         """Send gradients and wait for the answer."""
         message = self._gradient_message(local, target, share, gradients)
-        timeout = None if deadline is None else _seconds_to(deadline)
+        timeout = None if deadline is None else max(deadline - time.monotonic(), LEAST_SECONDS)
         answer = self._peers.call_method(target.worker, Method.GRADIENTS, message, timeout, system=False)
         return self._decode(answer)
 
@@ -398,7 +341,7 @@ class BackwardDriver:
         if answer.kind != ANSWER:
             raise dialect.decode_failure(answer.payload)
         (head, *items), _ = dialect.decode_call(answer.payload, answer.buffers, answer.flags)
-        return GradientAnswer.parse(head), restored(items)
+        return GradientAnswer.parse(head), gradients_of(items)
 
     def _notify(self, local: LocalPass, worker: int, method: Method, *args: Any) -> None:
         call = OneWayCall(self._peers, lambda error: self.aborter.fail(local, error))
@@ -417,12 +360,11 @@ class BackwardDriver:
                 actions += local.machine.on_credit(answer.credit)
         return actions
 
-    def on_answer(self, local: LocalPass, answer: Message | None, error: Exception | None) -> None:
+    def _on_answer(self, local: LocalPass, answer: Message | None, error: Exception | None) -> None:
         """The answer to gradients that this worker sent arrived, or the call failed."""
         try:
             if answer is None:
-                assert error is not None
-                raise error
+                raise error if error is not None else FarpropError("A call with gradients ended without an outcome.")
             self._perform(local, self._take_answer(local, *self._decode(answer)))
         except Exception as raised:
             self.aborter.fail(local, raised)
@@ -435,16 +377,16 @@ class BackwardDriver:
             Method.RETURN_CREDIT: self.on_credit,
             Method.RELEASE: self.on_release,
             Method.SURVEY: self.on_survey,
-            Method.PASS_FAILED: self.on_pass_failed,
+            Method.PASS_FAILED: self.aborter.on_pass_failed,
             Method.ABORT: self.aborter.on_abort,
-            Method.CONTEXT_EXISTS: self.on_context_exists,
         }
 
     def on_gradients(self, caller: int, data: bytes, *items: Any) -> Message:
         """Gradients arrived. The answer holds the gradients for the caller."""
         head = PassHead.parse(data)
         _log.debug("%s: gradients of pass %s from rank %d", self._peers.label, head.pass_id, caller)
-        gradients = restored(items)
+        encode_call = self._peers.dialect.encode_call
+        gradients = gradients_of(items)
         local = self._local(head)
         local.partners.add(caller)
         try:
@@ -454,13 +396,13 @@ class BackwardDriver:
                 if len(targets) == 1 and targets[0].worker == caller:
                     back = outgoing.get(targets[0], ())
                     part = GradientPart(targets[0].message_id, head.share, len(back))
-                    return self._encode(GradientAnswer((part,), None).pack(), back)
+                    return encode_gradients(encode_call, GradientAnswer((part,), None).pack(), back)
                 actions = self._follow(local, targets, outgoing, head.share)
             else:
                 actions = self._on_gradient(local, head.message_id, gradients, head.share)
-            reply = _Reply()
+            reply = GradientReply()
             self._perform(local, actions, back_to=caller, reply=reply)
-            return self._encode(GradientAnswer(reply.parts, reply.credit).pack(), reply.gradients)
+            return reply.encode(encode_call)
         except BaseException as error:
             self.aborter.stop(local)
             if isinstance(error, BackwardError):
@@ -512,73 +454,13 @@ class BackwardDriver:
         with local.lock:
             return [number for target in local.machine.reach(message_ids) for number in target]
 
-    def on_context_exists(self, caller: int, context_id: int) -> bool:
-        """Whether a context of ours still exists. If so, the caller will be told when it ends."""
-        context = self.contexts.meet(context_id)
-        if context is not None:
-            context.known.add(caller)
-        return context is not None
-
-    def on_pass_failed(self, caller: int, origin: int, number: int, failure: bytes) -> None:
-        """Another worker reports that a pass of ours failed."""
-        self._fail_waiter(PassId(origin, number), self._peers.dialect.decode_failure(failure))
-
     def _fail_waiter(self, pass_id: PassId, error: BaseException) -> None:
         """Raise an error in the thread that waits for the pass. If the pass has ended, there is none."""
         waiter = self._waiters.get(pass_id)
         if waiter is not None:
             waiter.fail(error)
 
-    # Contexts that end, workers that die
-
-    def release(self, context_id: int, told_by: int | None = None) -> None:
-        """End a context here, and on every worker that this one exchanged messages of it with, except ``told_by``."""
-        context = self.contexts.release(context_id)
-        if context is None:
-            return
-        for worker in context.known - {told_by}:
-            self._peers.clean_up(worker, context_id)
-        for local in list(context.passes.values()):
-            if local.machine.active:
-                text = f"Could not find autograd context with id: {context_id}. It has ended, during a backward pass."
-                self.aborter.fail(local, UsageError(text))
-
-    def on_connection_lost(self, rank: int) -> None:
-        """The connection to a worker broke: messages in flight may be lost, so passes with it fail."""
-        for context in self.contexts.all():
-            for local in list(context.passes.values()):
-                # Our part may be done, but gradients that we sent may be lost. If the pass has ended, this is ignored.
-                if rank in local.partners and not local.machine.failed and not local.machine.ended:
-                    name = self._peers.name_of_rank(rank)
-                    error = ConnectionLostError(f"The connection to {name} was lost during a backward pass.")
-                    self._peers.submit(self.aborter.fail, local, error)
-
-    def on_death(self, rank: int) -> None:
-        """A worker is dead: its contexts and passes end, and it will not tell others when a context ends."""
-        for context in self.contexts.all():
-            for pass_id, local in list(context.passes.items()):
-                if pass_id.origin == rank and local.machine.active:
-                    self.aborter.stop(local)
-                    local.undo()
-            maker = maker_of(context.id)
-            if maker == rank:
-                self.release(context.id)
-            elif maker != self.own_rank and rank in context.known:
-                self._peers.submit(self._ask_maker, context.id, maker)
-
-    def _ask_maker(self, context_id: int, maker: int) -> None:
-        """The worker that brought a context here is dead: end the context if its creator does not have it any more."""
-        try:
-            exists = ask(self._peers, maker, Method.CONTEXT_EXISTS, _ASK_SECONDS, context_id)
-        except Exception as error:
-            _log.info("%s: can't ask worker %d for context %d: %s", self._peers.label, maker, context_id, error)
-            return
-        if not exists:
-            self.release(context_id)
-
-    def concerned_with(self, rank: int) -> bool:
-        """Whether the death of a worker would change anything here."""
-        return any(rank in context.known or maker_of(context.id) == rank for context in self.contexts.all())
+    # State
 
     def debug_info(self) -> dict[str, int]:
         """Counts, under torch's names."""
@@ -587,43 +469,6 @@ class BackwardDriver:
             "num_current_backward_passes": sum(local.machine.active for local in passes),
             "num_autograd_contexts": len(self.contexts),
         }
-
-
-class _Reply:
-    """Collects the gradients and the credit of an answer."""
-
-    __slots__ = ("credit", "gradients", "parts")
-
-    def __init__(self) -> None:
-        self.parts: list[GradientPart] = []
-        self.gradients: list[Gradient] = []
-        self.credit: CreditShare | None = None
-
-    def add(self, message_id: int, share: CreditShare, gradients: Sequence[Gradient]) -> None:
-        self.parts.append(GradientPart(message_id, share, len(gradients)))
-        self.gradients += gradients
-
-    def add_credit(self, share: CreditShare) -> None:
-        self.credit = share if self.credit is None else self.credit.plus(share)
-
-
-def restored(items: Sequence[Any]) -> Sequence[Gradient]:
-    """The gradients of a message. A number in ``items`` stands for an earlier gradient."""
-    if int not in map(type, items):
-        return items
-    gradients: list[Gradient] = []
-    for item in items:
-        if type(item) is int:
-            item = gradients[item] if 0 <= item < len(gradients) else None
-            if item is None:
-                raise ProtocolError("a message of a backward pass refers to a gradient that it does not have")
-        gradients.append(item)
-    return gradients
-
-
-def _seconds_to(deadline: float) -> float:
-    """The timeout of a call that has to end by ``deadline``."""
-    return max(deadline - time.monotonic(), 0.001)
 
 
 def _edge_of(root: Any) -> Edge:

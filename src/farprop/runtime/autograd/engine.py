@@ -30,8 +30,8 @@ from farprop.runtime.autograd.anomaly import current_call_trace, watched
 from farprop.runtime.autograd.contexts import Context
 from farprop.runtime.autograd.graph import Edge, Node, Plan, Reach, reach_from
 from farprop.runtime.autograd.nodes import LEAF_TYPE, RECEIVE_TYPE, noting
+from farprop.wire.message import Gradient
 
-Gradient = torch.Tensor | None
 Gradients = dict[Edge, torch.Tensor]
 Outgoing = dict[Target, list[Gradient]]
 _FEW = 64  # nodes

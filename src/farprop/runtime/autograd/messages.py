@@ -1,14 +1,19 @@
-"""Calls of backward passes to other workers."""
+"""Calls of backward passes to other workers, and the answers to theirs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from farprop.protocol.backward import ROOTS, CreditShare, Target
+from farprop.runtime.autograd.engine import LocalPass
 from farprop.runtime.client_connection import FutureCall
 from farprop.runtime.thread_pool import Blocked
-from farprop.wire.dialect import Dialect
-from farprop.wire.message import ANSWER, Message, Method
+from farprop.wire.dialect import Dialect, EncodeCall
+from farprop.wire.message import ANSWER, Gradient, GradientAnswer, GradientPart, Message, Method, encode_gradients
+
+LEAST_SECONDS = 0.001  # the timeout of a call that is made when the time of its pass is over
 
 
 class PeerCaller(Protocol):
@@ -38,6 +43,19 @@ class PeerCaller(Protocol):
         """Ask another worker to release a context, with the next control batch."""
 
 
+class CallbackCall(FutureCall):
+    """A call whose outcome is passed to a callback, on a thread of the pool."""
+
+    __slots__ = ("_callback",)
+
+    def __init__(self, timeout: float | None, callback: Callable[[Message | None, Exception | None], None]) -> None:
+        super().__init__(timeout)
+        self._callback = callback
+
+    def finish(self, answer: Message | None, error: Exception | None) -> None:
+        self._callback(answer, error)
+
+
 class OneWayCall(FutureCall):
     """A one-way call: only its errors are reported, to ``on_error``, on a thread of the pool."""
 
@@ -63,3 +81,52 @@ def ask(peers: PeerCaller, worker: int, method: Method, timeout: float | None, *
     if answer.kind != ANSWER:
         raise dialect.decode_failure(answer.payload)
     return dialect.decode_value(answer.payload, answer.buffers, answer.flags)
+
+
+class GradientReply:
+    """Collects the gradients and the credit of the answer to gradients."""
+
+    __slots__ = ("_credit", "_gradients", "_parts")
+
+    def __init__(self) -> None:
+        self._parts: list[GradientPart] = []
+        self._gradients: list[Gradient] = []
+        self._credit: CreditShare | None = None
+
+    def add(self, message_id: int, share: CreditShare, gradients: Sequence[Gradient]) -> None:
+        """Add the gradients for one of the caller's sends."""
+        self._parts.append(GradientPart(message_id, share, len(gradients)))
+        self._gradients += gradients
+
+    def add_credit(self, share: CreditShare) -> None:
+        """Add credit that returns to the origin, which is the caller."""
+        self._credit = share if self._credit is None else self._credit.plus(share)
+
+    def encode(self, encode_call: EncodeCall) -> Message:
+        return encode_gradients(encode_call, GradientAnswer(self._parts, self._credit).pack(), self._gradients)
+
+
+def survey(peers: PeerCaller, local: LocalPass, head: bytes, deadline: float | None) -> dict[int, frozenset[int]]:
+    """Find all sends that the roots reach, asking worker after worker. ``head`` is the pass's.
+
+    Returns:
+        Their message ids by worker.
+    """
+    found: dict[int, set[int]] = {}
+    news = local.machine.reach([ROOTS])
+    while news:
+        asked: dict[int, list[int]] = {}
+        for worker, message_id in news:
+            message_ids = found.setdefault(worker, set())
+            if message_id not in message_ids:
+                message_ids.add(message_id)
+                asked.setdefault(worker, []).append(message_id)
+        news = set()
+        for worker, new_ids in asked.items():
+            if worker == local.machine.own_rank:
+                news |= local.machine.reach(new_ids)
+            else:
+                timeout = None if deadline is None else max(deadline - time.monotonic(), LEAST_SECONDS)
+                flat = ask(peers, worker, Method.SURVEY, timeout, head, *new_ids)
+                news |= {Target(*pair) for pair in zip(flat[::2], flat[1::2], strict=True)}
+    return {worker: frozenset(message_ids) for worker, message_ids in found.items()}
