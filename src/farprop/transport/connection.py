@@ -86,7 +86,9 @@ class Connection:
         self.receiver = ShmReceiver(on_returned)
         self._sock = sock
         self._tls = sock if isinstance(sock, TlsSocket) else None
-        self._awaits_fd_channel = shares_memory and sock.family == socket.AF_UNIX
+        is_unix = sock.family == socket.AF_UNIX
+        # The socket of a Unix connection whose descriptor channel is not there yet.
+        self._unpaired = sock if shares_memory and is_unix and isinstance(sock, socket.socket) else None
         self._fd_channel: FdChannel | None = None
         self._max_bytes = min(max_bytes, peer_max_bytes)
         self._max_is_ours = max_bytes <= peer_max_bytes
@@ -98,11 +100,11 @@ class Connection:
 
     def open_fd_channel(self) -> None:
         """On the dialer's side, make the descriptor channel if the connection can have one. Call this first."""
-        if self._awaits_fd_channel:
+        if self._unpaired is not None:
             channel, theirs = FdChannel.pair()
             try:
                 with theirs:
-                    self._sock.sendmsg([notice()], rights(theirs.fileno()), SEND_FLAGS)
+                    self._unpaired.sendmsg([notice()], rights(theirs.fileno()), SEND_FLAGS)
             except BaseException:
                 channel.close()
                 raise
@@ -110,7 +112,7 @@ class Connection:
 
     def _take_fd_channel(self, channel: FdChannel) -> None:
         self._fd_channel = self.receiver.fd_channel = self.sender.fd_channel = channel
-        self._awaits_fd_channel = False
+        self._unpaired = None
 
     # Sending
 
@@ -260,8 +262,8 @@ class Connection:
         """
         reader = self._reader
         try:
-            if self._awaits_fd_channel:
-                count = self._receive_fd_channel()
+            if self._unpaired is not None:
+                count = self._receive_fd_channel(self._unpaired)
             else:
                 count = self._sock.recv_into(reader.target, 0, _DONTWAIT)
         except BlockingIOError:
@@ -295,10 +297,9 @@ class Connection:
         except BlockingIOError:
             return 0
 
-    def _receive_fd_channel(self) -> int:
+    def _receive_fd_channel(self, sock: socket.socket) -> int:
         """Read the dialer's first message, which passes the descriptor channel."""
-        assert isinstance(self._sock, socket.socket)
-        count, descriptor = receive_with_descriptor(self._sock, self._reader.target)
+        count, descriptor = receive_with_descriptor(sock, self._reader.target)
         if descriptor is not None:
             self._take_fd_channel(FdChannel.from_descriptor(descriptor))
         elif count:
