@@ -25,7 +25,7 @@ def wait_until(condition: Callable[[], object], what: str = "", seconds: float =
 def counts() -> dict[str, int]:
     """The counts of this worker's references. All are 0 when no references are left."""
     references = current_agent().references
-    values = references._values
+    values = references.values
     return {**references.counts(), "early": len(values.early_slots), "own_calls": len(values._own_calls)}
 
 

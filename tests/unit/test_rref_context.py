@@ -103,7 +103,7 @@ class Worker:
     def owned(self, value: Any = 1) -> OwnedValue:
         slot = ValueSlot()
         slot.fill(value)
-        return self.context.own(slot)
+        return self.context.values.own(slot)
 
     def operate(self, sender: int, number: int, *operations: Operation, instance: str = "a") -> bytes:
         return self.context.operate(sender, instance, number, pack_operations(operations))
@@ -153,8 +153,8 @@ def ends(function: Callable[[], object]) -> list[Any]:
 @pytest.mark.parametrize("kind", [OperationKind.RECALL, OperationKind.FORGO])
 def test_who_asks_too_early_is_told_when_the_call_is_given_up(worker: Worker, kind: OperationKind) -> None:
     rref, fork = GlobalId(ANN, 0), GlobalId(ANN, 1)
-    slot = worker.context.slot_of(rref, exists=False)
-    other = worker.context.slot_of(GlobalId(ANN, 7), exists=False)
+    slot = worker.context.values.slot_of(rref, exists=False)
+    other = worker.context.values.slot_of(GlobalId(ANN, 7), exists=False)
     told: list[bool] = []
     slot.when_done(lambda: told.append(True))
     worker.operate(ANN, 1, Operation(kind, rref, fork))
@@ -168,16 +168,16 @@ def test_who_asks_after_the_call_was_recalled_is_told_at_once(worker: Worker) ->
     rref = GlobalId(ANN, 0)
     worker.operate(ANN, 1, Operation(OperationKind.RECALL, rref, GlobalId(ANN, 1)))
     with pytest.raises(ReferenceLostError, match="lost"):
-        worker.context.slot_of(rref, exists=False)
+        worker.context.values.slot_of(rref, exists=False)
 
 
 def test_who_asks_for_a_value_of_a_dead_creator_is_told_at_once(worker: Worker) -> None:
-    early = worker.context.slot_of(GlobalId(ANN, 0), exists=False)
+    early = worker.context.values.slot_of(GlobalId(ANN, 0), exists=False)
     worker.context.died(ANN)
     assert isinstance(early.error, ReferenceLostError)
     with pytest.raises(ReferenceLostError):
-        worker.context.slot_of(GlobalId(ANN, 0), exists=False)
-    assert not worker.context.slot_of(GlobalId(BOB, 0), exists=False).done
+        worker.context.values.slot_of(GlobalId(ANN, 0), exists=False)
+    assert not worker.context.values.slot_of(GlobalId(BOB, 0), exists=False).done
 
 
 def test_who_asks_while_a_death_is_dealt_with_is_told_as_well(worker: Worker) -> None:
@@ -186,15 +186,15 @@ def test_who_asks_while_a_death_is_dealt_with_is_told_as_well(worker: Worker) ->
 
     def ask() -> None:
         try:
-            late.append(worker.context.slot_of(GlobalId(ANN, 5), exists=False))
+            late.append(worker.context.values.slot_of(GlobalId(ANN, 5), exists=False))
         except ReferenceLostError as error:
             late.append(error)
 
-    worker.context.slot_of(GlobalId(ANN, 0), exists=False).when_done(ask)
+    worker.context.values.slot_of(GlobalId(ANN, 0), exists=False).when_done(ask)
     worker.context.died(ANN)
     assert len(late) == 1
     assert isinstance(late[0], ReferenceLostError)
-    assert not worker.context._values.early_slots
+    assert not worker.context.values.early_slots
 
 
 # Messages of the dead
@@ -215,8 +215,8 @@ def test_a_batch_of_a_dead_worker_is_refused(worker: Worker) -> None:
 def test_a_batch_of_an_instance_whose_place_is_taken_is_refused(worker: Worker) -> None:
     value = worker.owned()
     fork = worker.pass_own(value, BOB)
-    worker.context.meet(ANN, "old")
-    worker.context.meet(ANN, "new")
+    worker.context.instances.meet(ANN, "old")
+    worker.context.instances.meet(ANN, "new")
     register = Operation(OperationKind.REGISTER, value.rref, GlobalId(ANN, 7), True)
     with pytest.raises(ConnectionLostError, match="dead"):
         worker.operate(ANN, 1, register, instance="old")
@@ -226,12 +226,12 @@ def test_a_batch_of_an_instance_whose_place_is_taken_is_refused(worker: Worker) 
 
 
 def test_an_instance_that_takes_a_place_is_not_dead(worker: Worker) -> None:
-    worker.context.meet(ANN, "old")
+    worker.context.instances.meet(ANN, "old")
     worker.context.died(ANN)
-    assert worker.context.is_dead(ANN, "old")
-    worker.context.meet(ANN, "new")
-    assert not worker.context.is_dead(ANN, "new")
-    assert worker.context.instance_of(ANN) == "new"
+    assert worker.context.instances.is_dead(ANN, "old")
+    worker.context.instances.meet(ANN, "new")
+    assert not worker.context.instances.is_dead(ANN, "new")
+    assert worker.context.instances.get(ANN) == "new"
 
 
 # Messages that were not sent, or may have been
@@ -257,7 +257,7 @@ def test_a_fork_in_doubt_is_asked_for(worker: Worker) -> None:
 
 @pytest.mark.parametrize("sent", [True, False])
 def test_a_creation_that_is_abandoned_is_no_reference_any_more(worker: Worker, sent: bool) -> None:
-    record = worker.context.create(ANN, "here")
+    record = worker.context.users.create(ANN, "here")
     worker.context.abandon(record, sent)
     worker.turn()
     assert worker.transport.sent_kinds() == ([(ANN, OperationKind.RECALL), (ANN, OperationKind.FORGO)] if sent else [])
@@ -270,9 +270,9 @@ def test_a_creation_that_is_abandoned_is_no_reference_any_more(worker: Worker, s
 @pytest.mark.parametrize("error", [RuntimeError("the store is gone"), OSError("no descriptors"), KeyError(1)])
 def test_a_batch_that_can_not_be_sent_is_sent_again_whatever_the_reason(worker: Worker, error: Exception) -> None:
     worker.transport.batch_failures.append(error)
-    record = worker.context.create(ANN, "here")
-    worker.context.created(record)
-    held = worker.context.hold(record)
+    record = worker.context.users.create(ANN, "here")
+    worker.context.users.created(record)
+    held = worker.context.users.hold(record)
     del held
     worker.turn()
     worker.turn()
@@ -345,12 +345,12 @@ def test_a_finaliser_that_calls_while_its_thread_is_inside_is_told(worker: Worke
     context = worker.context
 
     def finaliser() -> None:
-        context.own(ValueSlot())
+        context.values.own(ValueSlot())
 
     (outcome,) = ends(lambda: context._do(finaliser))
     assert isinstance(outcome, UsageError)
     assert "__del__" in str(outcome)
-    assert ends(lambda: context.own(ValueSlot()).state.name) == ["FREED"]  # nobody is left inside
+    assert ends(lambda: context.values.own(ValueSlot()).state.name) == ["FREED"]  # nobody is left inside
 
 
 _USES: dict[str, Callable[[RRefContext], object]] = {
@@ -358,8 +358,8 @@ _USES: dict[str, Callable[[RRefContext], object]] = {
     "settled": lambda context: context.settled,
     "snapshot": lambda context: context.snapshot(),
     "concerned_with": lambda context: context.concerned_with(ANN),
-    "slot_of": lambda context: context.slot_of(GlobalId(ANN, 0), exists=False),
-    "meet": lambda context: context.meet(ANN, "a"),
+    "slot_of": lambda context: context.values.slot_of(GlobalId(ANN, 0), exists=False),
+    "meet": lambda context: context.instances.meet(ANN, "a"),
     "route_lost": lambda context: context.route_lost(ROUTE, ANN),
 }
 
@@ -378,7 +378,7 @@ def test_whatever_its_thread_does_inside_a_finaliser_is_told(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, use: str, step: str
 ) -> None:
     def collect_garbage(*args: object) -> None:
-        worker.context.own(ValueSlot())
+        worker.context.values.own(ValueSlot())
 
     monkeypatch.setattr(worker.context._machine, step, collect_garbage)
     (outcome,) = ends(lambda: _USES[use](worker.context))

@@ -491,7 +491,7 @@ def _delete_all_user_and_unforked_owner_rrefs(timeout: timedelta = timedelta(sec
     Args:
         timeout: Accepted and ignored. Torch waits for unconfirmed references; farprop need not.
     """
-    current_agent().references.drop_all()
+    current_agent().references.users.drop_all()
 
 
 def _destroy_rref_context(ignore_rref_leak: bool) -> None:

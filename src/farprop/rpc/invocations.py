@@ -47,7 +47,7 @@ def create(
     seconds = agent.services.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else checked_timeout(timeout)
     call = agent.remote(to, function, args, kwargs, seconds, call_site(), profile, keep)
     subject = call.subject
-    item = agent.references.hold(subject) if isinstance(subject, UserReference) else subject
+    item = agent.references.users.hold(subject) if isinstance(subject, UserReference) else subject
     return RRef._of(item, agent.references, to, call)
 
 

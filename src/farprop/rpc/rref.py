@@ -82,7 +82,7 @@ class RRef(Generic[T]):
         slot = ValueSlot(site=call_site().encode())
         slot.fill(value)
         self._rref_context = agent.references
-        self._owned = self._rref_context.own(slot)
+        self._owned = self._rref_context.values.own(slot)
         self._handle = None
         self._remote_call: RemoteCall | None = None
         self._type: Any = None

@@ -115,7 +115,7 @@ class Agent:
             self._on_connection_lost,
         )
         self.services.bind(self.peers, self.references)
-        self._devices = DeviceMaps(self._membership, options.device_maps, self.references.instance_of)
+        self._devices = DeviceMaps(self._membership, options.device_maps, self.references.instances.get)
         calls = Calls(self._info, self.peers, self.references, self._devices, dialect)
         self.call_sync, self.call_async, self.remote = calls.call_sync, calls.call_async, calls.remote
         self._failure_detector = FailureDetector(
@@ -225,9 +225,9 @@ class Agent:
         """Parse the identity of an authenticated peer; raises if it is not in this group or was declared dead."""
         peer = Identity.from_bytes(identity)
         self._membership.check(peer)
-        if self.references.is_dead(peer.rank, peer.instance):
+        if self.references.instances.is_dead(peer.rank, peer.instance):
             raise AuthenticationError(f"{peer.name} was declared dead")
-        self.references.meet(peer.rank, peer.instance)
+        self.references.instances.meet(peer.rank, peer.instance)
         return peer
 
     # Connections

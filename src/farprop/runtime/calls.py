@@ -143,10 +143,10 @@ class Calls:
         references = self._references
         subject: UserReference | OwnedValue
         if rank == self._own.id:
-            subject = references.own(ValueSlot(shown_name(message.name, function).encode(), site.encode()))
-            fork = references.own_call(subject)
+            subject = references.values.own(ValueSlot(shown_name(message.name, function).encode(), site.encode()))
+            fork = references.values.own_call(subject)
         else:
-            subject = references.create(rank, site)
+            subject = references.users.create(rank, site)
             fork = Fork(rank, subject.rref, subject.fork, exists=False)
         sending = False
         try:

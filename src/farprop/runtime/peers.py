@@ -102,19 +102,19 @@ class Peers:
         if self._closed:
             raise UsageError("RPC has been shut down on this worker.")
         entry = self._membership.find(name)
-        if entry is not None and self._references.instance_of(entry.rank) not in (None, entry.instance):
+        if entry is not None and self._references.instances.get(entry.rank) not in (None, entry.instance):
             self._membership.refresh()  # another process has taken its name, and this worker has met it already
             entry = self._membership.find(name)
         if entry is None:
             raise UsageError(f"{self._own.name} could not find destination {name!r}.")
-        if self._references.is_dead(entry.rank, entry.instance):
+        if self._references.instances.is_dead(entry.rank, entry.instance):
             raise ConnectionLostError(f"{name} ({entry.host}, pid {entry.pid}) has died.")
         _log.debug("%s: dialling %s (rank %d)", self._own.label, name, entry.rank)
         client = ClientConnection(
             self._threads, self._own.label, name, entry.rank, self._on_lost, self._references.take_refs
         )
         stream = self._dialer.dial(entry, deadline)
-        self._references.meet(entry.rank, entry.instance)
+        self._references.instances.meet(entry.rank, entry.instance)
         connection = self._new_connection(stream, entry.identity, client.want_output)
         try:
             connection.open_fd_channel()
@@ -172,7 +172,7 @@ class Peers:
             raise UnresponsiveError("this worker is still joining the group, and does not know its address")
         self._membership.refresh()
         entry = self._membership.find(rank)
-        known = self._references.instance_of(rank)
+        known = self._references.instances.get(rank)
         if entry is None or (known is not None and entry.instance != known):
             raise WrongPeerError(f"{self._membership.name_of(rank)} has left the group")
         self.connect(entry.name, timeout)

@@ -205,7 +205,7 @@ class Server:
                 self._refuse(connection, message, overload)
                 return
         if unconfirmed:
-            self._references.when_confirmed(
+            self._references.users.when_confirmed(
                 unconfirmed, lambda: self._threads.submit_request(self._run, connection, message, now)
             )
         else:

@@ -152,6 +152,7 @@ class OwnedValues:
         self._release_submitted = False
 
     def own(self, slot: ValueSlot) -> OwnedValue:
+        """A record for a value of this worker."""
         value = self._guard.run(self._machine.own)
         value.slot = slot
         return value
@@ -189,6 +190,15 @@ class OwnedValues:
             slot.fail(self.never_made(rref))
 
     def slot_of(self, rref: GlobalId, exists: bool) -> ValueSlot:
+        """The slot of a value that another worker asks for. The value may still have to be made.
+
+        Args:
+            rref: The value's id.
+            exists: Whether the asking worker knows that this one had a record of the value.
+
+        Raises:
+            ReferenceLostError: The value was freed, or will never be made.
+        """
         slot = self._guard.locked(self._find_slot, rref, exists)
         if slot is None:
             raise ReferenceLostError(
@@ -218,11 +228,13 @@ class OwnedValues:
     # Calls of this worker to itself
 
     def own_call(self, value: OwnedValue) -> Fork:
+        """A call to this worker itself is about to make this value."""
         fork = self._guard.run(self._machine.new_id)
         self._own_calls[value.rref] = value
         return Fork(self._machine.own_rank, value.rref, fork, exists=False)
 
     def own_call_ended(self, value: OwnedValue) -> None:
+        """That call has ended, or was never sent."""
         self._own_calls.pop(value.rref, None)
 
     # Values that are never made

@@ -51,20 +51,20 @@ class RemoteCall(FutureCall):
         if answer is not None and answer.kind != ANSWER:
             error = self._dialect.decode_failure(answer.payload)
         if error is None:
-            self._end(None, self._references.created)
+            self._end(None, self._references.users.created)
         else:
             self.fail(error)
 
     def fail(self, error: Exception, sent: bool = True) -> None:
         """The call got no answer, or a failure. ``sent``: it may have reached the owner."""
-        self._end(error, lambda record: self._references.creation_failed(record, error, sent))
+        self._end(error, lambda record: self._references.users.creation_failed(record, error, sent))
 
     def _end(self, error: Exception | None, tell: Callable[[UserReference], None]) -> None:
         subject = self.subject
         if isinstance(subject, UserReference):
             tell(subject)
         else:
-            self._references.own_call_ended(subject)
+            self._references.values.own_call_ended(subject)
             if error is not None:
                 subject.slot.break_off(creation_error("this worker", error))
         self.keep = None

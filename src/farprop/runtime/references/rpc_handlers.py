@@ -41,7 +41,7 @@ class OwnerMethods:
         }
 
     def _slot(self, created_on: int, local_id: int, exists: bool) -> ValueSlot:
-        return self._references.slot_of(GlobalId(created_on, local_id), exists)
+        return self._references.values.slot_of(GlobalId(created_on, local_id), exists)
 
     def fetch(self, caller: int, created_on: int, local_id: int, exists: bool) -> Any:
         """The value of a reference, for ``to_here``."""

@@ -1,14 +1,14 @@
 """Remote references of this worker: the state machine with the network behind it.
 
 ``guarded_machine`` has the lock and carries out instructions, ``user_references`` and ``owned_values`` are the
-runtime's two sides, ``control_sender`` sends the operations, and ``RRefContext`` joins them for the worker.
+runtime's two sides, and ``control_sender`` sends the operations. ``RRefContext`` joins them: it has what concerns both
+sides, which is messages that carry references, operations, and deaths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from farprop.errors import ConnectionLostError, ReferenceLostError
 from farprop.ids import GlobalId, unguessable
@@ -29,6 +29,9 @@ _ID_BITS = 63
 class RRefContext:
     """The references of one worker.
 
+    ``users`` has its references to values of others, ``values`` the values that it owns, and ``instances`` knows which
+    process has each rank. ``submit`` runs something on a thread of the pool.
+
     Args:
         own_rank: This worker.
         worker: Its name, for errors.
@@ -48,73 +51,32 @@ class RRefContext:
         self._machine = machine = RRefStateMachine(own_rank, numbers)
         self._guard = guard = GuardedMachine(machine, transport.call_at_lockfree)
         self._do = guard.run
-        self._users = UserReferences(guard, transport)
-        self._values = OwnedValues(guard, worker, transport)
+        self.submit = transport.submit
+        self.users = UserReferences(guard, transport)
+        self.values = OwnedValues(guard, worker, transport)
         self._sender = ControlSender(
             transport, partial(guard.locked, machine.outgoing), partial(guard.run, machine.replied)
         )
-        self._instances = PeerInstances(guard, self.died)
+        self.instances = PeerInstances(guard, self.died)
         guard.handlers.update(
             {
                 InstructionKind.SEND: self._sender.send,
                 InstructionKind.SEND_LATER: self._sender.send_later,
-                InstructionKind.SETTLED: self._users.on_settled,
-                InstructionKind.BROKEN: self._values.on_broken,
-                InstructionKind.FREED: self._values.on_freed,
+                InstructionKind.SETTLED: self.users.on_settled,
+                InstructionKind.BROKEN: self.values.on_broken,
+                InstructionKind.FREED: self.values.on_freed,
             }
         )
         self._closed = False
 
     # References of this worker's program
 
-    def create(self, owner: int, site: str) -> UserReference:
-        """``remote()`` is about to call another worker; ``site`` is the line of the program, for inspection."""
-        return self._users.create(owner, site)
-
-    def created(self, record: UserReference) -> None:
-        """The owner has answered the call that makes the value."""
-        self._do(self._machine.made, record)
-
-    def creation_failed(self, record: UserReference, error: Exception, sent: bool) -> None:
-        """The call that makes the value has no answer, so every use of the reference raises.
-
-        Args:
-            record: The reference.
-            error: Why there is no answer.
-            sent: The call may have reached the owner.
-        """
-        self._users.creation_failed(record, error, sent)
-
     def abandon(self, subject: UserReference | OwnedValue, sent: bool) -> None:
         """``remote()`` raises: the program never gets the reference. ``sent``: the call may have left."""
         if isinstance(subject, OwnedValue):
-            self._values.own_call_ended(subject)
+            self.values.own_call_ended(subject)
         else:
-            self._users.abandon(subject, sent)
-
-    def own(self, slot: ValueSlot) -> OwnedValue:
-        """A record for a value of this worker."""
-        return self._values.own(slot)
-
-    def own_call(self, value: OwnedValue) -> Fork:
-        """A call to this worker itself is about to make this value."""
-        return self._values.own_call(value)
-
-    def own_call_ended(self, value: OwnedValue) -> None:
-        """That call has ended, or was never sent."""
-        self._values.own_call_ended(value)
-
-    def submit(self, function: Callable[..., None], *args: Any) -> None:
-        """Run something on a thread of the pool."""
-        self._transport.submit(function, *args)
-
-    def hold(self, record: UserReference) -> RRefHandle:
-        """A handle for the program. The reference is dropped when the handle is collected."""
-        return RRefHandle(self._users, record)
-
-    def drop_all(self) -> None:
-        """The job ends: drop every reference, whether the program can reach it or not."""
-        self._users.drop_all()
+            self.users.abandon(subject, sent)
 
     def clean_up(self, rank: int, context: GlobalId) -> None:
         """Tell another worker that an autograd context has ended."""
@@ -160,7 +122,7 @@ class RRefContext:
         creation: OwnedValue | None = None
         if message.creation is not None:
             fork, site = message.creation
-            creation = self._do(self._make, sender, fork, message.name, site)
+            creation = self._do(self.values.make, sender, fork, message.name, site)
         if not message.refs:
             message.received_refs = ReceivedRefs(creation, [])
             return []
@@ -168,36 +130,17 @@ class RRefContext:
         message.received_refs = ReceivedRefs(creation, [self._kept(record) for record in records])
         return [r for r in records if isinstance(r, UserReference) and r.state is User.ARRIVED]
 
-    def _make(self, sender: int, creation: Fork, function: bytes, site: bytes) -> OwnedValue | None:
-        return self._values.make(sender, creation, function, site)
-
     def _arrive_all(self, forks: Sequence[Fork], sender: int) -> list[UserReference | OwnedValue]:
         records = [self._machine.arrive(fork, sender) for fork in forks]
         for record in records:
             if isinstance(record, UserReference):
                 record.info = ReferenceInfo()
             else:
-                self._values.slot(record)
+                self.values.slot(record)
         return records
 
     def _kept(self, record: UserReference | OwnedValue) -> RRefHandle | OwnedValue:
-        return self.hold(record) if isinstance(record, UserReference) else record
-
-    def when_confirmed(self, records: list[UserReference], callback: Callable[[], None]) -> None:
-        """Call back once each of these references is confirmed or void: now, or when the last owner has answered."""
-        self._users.when_confirmed(records, callback)
-
-    def slot_of(self, rref: GlobalId, exists: bool) -> ValueSlot:
-        """The slot of a value of this worker that another worker asks for. The value may still have to be made.
-
-        Args:
-            rref: The value's id.
-            exists: Whether the asking worker knows that this one had a record of the value.
-
-        Raises:
-            ReferenceLostError: The value was freed, or will never be made.
-        """
-        return self._values.slot_of(rref, exists)
+        return self.users.hold(record) if isinstance(record, UserReference) else record
 
     # Operations
 
@@ -207,31 +150,19 @@ class RRefContext:
         given_up = [operation.rref for operation in batch.operations if operation.kind in _GIVING_UP]
 
         def take() -> tuple[bytes, list[tuple[GlobalId, ValueSlot]]]:
-            if peer in self._machine.dead or self._instances.get(peer, instance) != instance:
+            if peer in self._machine.dead or self.instances.get(peer, instance) != instance:
                 raise ConnectionLostError(f"{self._worker} has taken this worker for dead.")
             results = self._machine.incoming(peer, batch).results
-            return results, self._values.give_up(given_up)
+            return results, self.values.give_up(given_up)
 
         results, broken = self._do(take)
-        self._values.fail_given_up(broken)
+        self.values.fail_given_up(broken)
         for operation in batch.operations:
             if operation.kind is OperationKind.CLEANUP:  # to end a context twice does no harm
                 self._on_context_ended(operation.rref, peer)
         return results
 
-    # Peers: which process has a rank, and who is dead
-
-    def meet(self, rank: int, instance: str) -> None:
-        """A worker has proved who it is. If another instance had its rank, that one is dead."""
-        self._instances.meet(rank, instance)
-
-    def instance_of(self, rank: int) -> str | None:
-        """The instance that was last met of a rank; None if there was none."""
-        return self._instances.get(rank)
-
-    def is_dead(self, rank: int, instance: str) -> bool:
-        """Whether this instance is known to be dead."""
-        return self._instances.is_dead(rank, instance)
+    # Deaths
 
     def concerned_with(self, rank: int) -> bool:
         """Whether the death of a worker would change anything here."""
@@ -245,7 +176,7 @@ class RRefContext:
 
     def _die(self, rank: int) -> list[ValueSlot]:
         self._machine.died(rank)
-        return self._values.take_early_slots_of(rank)
+        return self.values.take_early_slots_of(rank)
 
     # Inspection
 
@@ -253,7 +184,7 @@ class RRefContext:
     def settled(self) -> bool:
         """Nothing is on its way to another worker, and nothing is left to do."""
         return self._guard.locked(
-            lambda: self._users.none_queued and self._guard.idle and self._values.all_released and self._machine.settled
+            lambda: self.users.none_queued and self._guard.idle and self.values.all_released and self._machine.settled
         )
 
     def counts(self) -> dict[str, int]:

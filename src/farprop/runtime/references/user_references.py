@@ -66,11 +66,23 @@ class UserReferences:
     # remote()
 
     def create(self, owner: int, site: str) -> UserReference:
+        """``remote()`` is about to call another worker; ``site`` is the line of the program, for inspection."""
         record = self._guard.run(self._machine.create, owner)
         record.info = ReferenceInfo(site)
         return record
 
+    def created(self, record: UserReference) -> None:
+        """The owner has answered the call that makes the value."""
+        self._guard.run(self._machine.made, record)
+
     def creation_failed(self, record: UserReference, error: Exception, sent: bool) -> None:
+        """The call that makes the value has no answer, so every use of the reference raises.
+
+        Args:
+            record: The reference.
+            error: Why there is no answer.
+            sent: The call may have reached the owner.
+        """
         record.info.error = creation_error(self._transport.name_of_rank(record.owner), error)
         if sent:
             self._guard.run(self._machine.unanswered, record, isinstance(error, ConnectionLostError))
@@ -78,6 +90,8 @@ class UserReferences:
             self._guard.run(self._machine.unsent, record)
 
     def abandon(self, record: UserReference, sent: bool) -> None:
+        """``remote()`` raises: the program never gets the reference. ``sent``: the call may have left."""
+
         def give_up() -> None:
             if sent:
                 self._machine.unanswered(record, lost=True)
@@ -87,7 +101,14 @@ class UserReferences:
 
         self._guard.run(give_up)
 
+    # Handles
+
+    def hold(self, record: UserReference) -> RRefHandle:
+        """A handle for the program. The reference is dropped when the handle is collected."""
+        return RRefHandle(self, record)
+
     def check_usable(self, record: UserReference, use: str) -> None:
+        """Raise the reason why a reference can't be used, if there is one; ``use`` names the use, for the error."""
         if record.state in USABLE:
             return
         owner = self._transport.name_of_rank(record.owner)
@@ -126,6 +147,7 @@ class UserReferences:
                 self._machine.drop(record)
 
     def drop_all(self) -> None:
+        """The job ends: drop every reference, whether the program can reach it or not."""
         self._guard.run(self._drop_all)
 
     def _drop_all(self) -> None:
@@ -141,6 +163,7 @@ class UserReferences:
     # Waiting for owners
 
     def when_confirmed(self, records: list[UserReference], callback: Callable[[], None]) -> None:
+        """Call back once each of these references is confirmed or void: now, or when the last owner has answered."""
         left = [len(records)]
         lock = make_lock("confirmations")
 
