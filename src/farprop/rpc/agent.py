@@ -114,7 +114,7 @@ class TensorPipeAgent(RpcAgent):
     @property
     def store(self) -> Any:
         """The store through which the workers found each other; None after the shutdown."""
-        return self._membership.users_store()
+        return self.membership.users_store()
 
     def _get_backend_options(self) -> _TensorPipeRpcBackendOptionsBase:
         return self._options
@@ -127,7 +127,7 @@ class TensorPipeAgent(RpcAgent):
         is_join: bool,
     ) -> None:
         """A worker has joined or left: read from the store who is there."""
-        self._membership.refresh()
+        self.membership.refresh()
 
 
 def _master_host(init_method: Any, store: dist.Store) -> str:

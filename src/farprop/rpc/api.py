@@ -570,7 +570,7 @@ def _wait_for_all_work(agent: Agent, timeout: float, before_round: Callable[[], 
     while True:
         _poll_until(lambda: agent.idle, 0.05)
         left = 0.0 if deadline is None else max(0.001, deadline - time.monotonic())
-        report = Report(agent.requests_sent, agent.idle)
+        report = Report(agent.peers.requests_sent, agent.idle)
         if before_round is not None:
             before_round()
         reports = _gather(tuple(report), None, left, SYSTEM)

@@ -67,7 +67,7 @@ def live_references() -> list[LiveReference]:
                 state=value.state.name.lower(),
                 type="" if made is None else type(made.value).__name__,
                 nbytes=0 if made is None else size_of(made.value),
-                holders=tuple(sorted(map(agent.name_of, holders))),
+                holders=tuple(sorted(map(agent.membership.name_of, holders))),
                 made_by=slot.maker.decode(errors="replace") if slot is not None else "",
                 created_at=slot.site.decode(errors="replace") if slot is not None else "",
                 seconds=time.time() - slot.created if slot is not None else 0.0,
@@ -78,7 +78,7 @@ def live_references() -> list[LiveReference]:
             LiveReference(
                 id=record.rref,
                 role="user",
-                owner=agent.name_of(record.owner),
+                owner=agent.membership.name_of(record.owner),
                 state=record.state.name.lower(),
                 type="",
                 nbytes=0,

@@ -52,7 +52,9 @@ def save(rref: RRef[Any]) -> str:
     number = next(_numbers)
     _saved[number] = rref
     name = agent.get_worker_info().name
-    return json.dumps({"worker": name, "instance": agent.instance_of(name), "number": number, "rref": str(rref)})
+    return json.dumps(
+        {"worker": name, "instance": agent.membership.instance_of(name), "number": number, "rref": str(rref)}
+    )
 
 
 def load(text: str) -> RRef[Any]:
@@ -66,7 +68,7 @@ def load(text: str) -> RRef[Any]:
             "job that it was saved in."
         )
     agent = current_agent()
-    if agent.instance_of(worker) != found["instance"]:
+    if agent.membership.instance_of(worker) != found["instance"]:
         raise ReferenceLostError(f"{lost}: the job that it was saved in has ended, or {worker} has left it.")
     if worker == agent.get_worker_info().name:
         return _kept(found["number"])

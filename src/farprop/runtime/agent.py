@@ -81,7 +81,7 @@ class Agent:
 
     def __init__(self, store: dist.Store, name: str, rank: int, world_size: int | None, options: AgentOptions) -> None:
         self._info = WorkerInfo(name, rank)
-        self._membership = Membership(store, self._info, world_size)
+        self.membership = Membership(store, self._info, world_size)
         self._settings = Settings.from_env()
         self.autograd_mode = self._settings.autograd_mode
         self._endpoint = Endpoint(store, name, rank, CALLS, self._settings)
@@ -96,7 +96,7 @@ class Agent:
         self._threads = ThreadPool(name, options.num_worker_threads, self._loop)
         self.services = WorkerServices(
             self._threads,
-            self._membership,
+            self.membership,
             self._identity.instance,
             dialect,
             options.rpc_timeout,
@@ -108,14 +108,14 @@ class Agent:
         self.peers = Peers(
             self._threads,
             self._info,
-            self._membership,
+            self.membership,
             self._dialer,
             self.references,
             self._new_connection,
             self._on_connection_lost,
         )
         self.services.bind(self.peers, self.references)
-        self._devices = DeviceMaps(self._membership, options.device_maps, self.references.instances.get)
+        self._devices = DeviceMaps(self.membership, options.device_maps, self.references.instances.get)
         calls = Calls(self._info, self.peers, self.references, self._devices, dialect)
         self.call_sync, self.call_async, self.remote = calls.call_sync, calls.call_async, calls.remote
         self._failure_detector = FailureDetector(
@@ -129,7 +129,7 @@ class Agent:
             self._dialer.accepted,
             self._new_connection,
             self._check_peer,
-            self._membership.check,
+            self.membership.check,
             self._on_peer_lost,
         )
         self._server = Server(
@@ -174,11 +174,11 @@ class Agent:
         Raises:
             RendezvousError: the workers can't form a group, or not all of them have joined in time.
         """
-        self._membership.join(self._endpoint.keys, self._own_entry, meeting_seconds(self.rpc_timeout))
-        if self._membership.is_static:
+        self.membership.join(self._endpoint.keys, self._own_entry, meeting_seconds(self.rpc_timeout))
+        if self.membership.is_static:
             self._endpoint.on_all_joined()
         self._accepted.close_strangers()
-        self._dialer.prepare(self._membership.entries.values())
+        self._dialer.prepare(self.membership.entries.values())
         try:
             self._devices.check()
         except ValueError:
@@ -199,32 +199,21 @@ class Agent:
 
     @property
     def is_static_group(self) -> bool:
-        return self._membership.is_static
+        return self.membership.is_static
 
     def get_worker_info(self, worker: str | int | WorkerInfo | None = None) -> WorkerInfo:
         """Return this worker's info, or that of the worker with this name or id."""
         if worker is None:
             return self._info
-        return worker if isinstance(worker, WorkerInfo) else self._membership.info(worker)
-
-    def instance_of(self, worker: str) -> str | None:
-        """The random id of the process that currently has this name; None if there is none."""
-        entry = self._membership.find(worker)
-        if entry is None:
-            self._membership.refresh()
-            entry = self._membership.find(worker)
-        return None if entry is None else entry.instance
+        return worker if isinstance(worker, WorkerInfo) else self.membership.info(worker)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
-        return self._membership.infos()
-
-    def name_of(self, rank: int) -> str:
-        return self._membership.name_of(rank)
+        return self.membership.infos()
 
     def _check_peer(self, identity: bytes) -> Identity:
         """Parse the identity of an authenticated peer; raises if it is not in this group or was declared dead."""
         peer = Identity.from_bytes(identity)
-        self._membership.check(peer)
+        self.membership.check(peer)
         if self.references.instances.is_dead(peer.rank, peer.instance):
             raise AuthenticationError(f"{peer.name} was declared dead")
         self.references.instances.meet(peer.rank, peer.instance)
@@ -269,7 +258,7 @@ class Agent:
 
     def _on_death(self, rank: int) -> None:
         """A worker is dead: accept nothing from it any more, and fail what depends on it."""
-        name = self._membership.name_of(rank)
+        name = self.membership.name_of(rank)
         _log.warning("%s: %s has died", self._info.label, name)
         self.peers.lose(name, "it has died")
         self._accepted.close_those_of(rank)
@@ -311,10 +300,6 @@ class Agent:
             return False
         return not self.peers.open_calls
 
-    @property
-    def requests_sent(self) -> int:
-        return self.peers.requests_sent
-
     def profile_gil(self, flag: bool) -> None:
         """Turn on or off measuring how long pool threads wait for the interpreter's lock."""
         self._server.gil_waits = [] if flag else None
@@ -340,7 +325,7 @@ class Agent:
     def leave(self) -> None:
         """Remove this worker from the store's list, in a dynamic group."""
         try:
-            self._membership.leave()
+            self.membership.leave()
         except RuntimeError as error:
             _log.info("%s: the store is gone already: %s", self._info.label, error)
 
@@ -364,7 +349,7 @@ class Agent:
             if self._closed:
                 return
             self._closed = True
-        if self._membership.is_static and not self._membership.joined.is_set():
+        if self.membership.is_static and not self.membership.joined.is_set():
             self._endpoint.secret.remove_file()  # no other worker will join
         self._endpoint.secret.let_go()
         self._failure_detector.close()
@@ -373,4 +358,4 @@ class Agent:
         self._accepted.close()
         self._server.close()
         self._threads.close(timeout)
-        self._membership.forget_store()
+        self.membership.forget_store()

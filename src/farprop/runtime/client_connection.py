@@ -97,7 +97,11 @@ def _finish(pair: list[Any]) -> None:
 
 
 class ClientConnection:
-    """See the module's rules."""
+    """See the module's rules.
+
+    Who reads is not a class of its own: it depends on the open calls, so both change under one lock, and every call
+    looks at it several times, which would take two attributes instead of one.
+    """
 
     def __init__(
         self,

@@ -82,6 +82,14 @@ class Membership:
         entry = self.find(rank)
         return f"worker {rank}" if entry is None else entry.name
 
+    def instance_of(self, worker: str) -> str | None:
+        """The random id of the process that currently has this name; None if there is none."""
+        entry = self.find(worker)
+        if entry is None:
+            self.refresh()
+            entry = self.find(worker)
+        return None if entry is None else entry.instance
+
     def info(self, worker: str | int) -> WorkerInfo:
         """The info of the worker with this name or rank; raises ``UsageError`` if there is none."""
         found = self.find(worker)
