@@ -119,6 +119,13 @@ def _gather(timeout: float) -> Any:
         return type(error), str(error)
 
 
+@pytest.mark.parametrize("timeout", [0, 1e12])
+def test_a_timeout_of_zero_or_of_many_years_is_none(timeout: float) -> None:
+    with cluster(2) as job:
+        calls = [job.start(rank, _gather, timeout) for rank in range(2)]
+        assert [call.result() for call in calls] == [{"worker0": "word", "worker1": "word"}] * 2
+
+
 def test_a_worker_that_dies_ends_the_gather_on_all() -> None:
     with cluster(3) as job:
         others = [job.start(rank, _gather, -1) for rank in (0, 1)]
