@@ -19,6 +19,7 @@ from farprop.distributed.process_group import COLLECTIVES, ProcessGroup
 from farprop.distributed.reduction import Reduction
 from farprop.distributed.work import Work, completed
 from farprop.errors import InjectedFaultError, UsageError
+from farprop.locks import make_lock
 
 __all__ = ["CountingProcessGroup", "FaultyProcessGroup", "LonelyProcessGroup"]
 
@@ -158,7 +159,7 @@ class CountingProcessGroup(WrappedProcessGroup):
         """How often somebody waited on a work."""
         self.futures = 0
         """How often somebody asked a work for its future."""
-        self._lock = threading.Lock()
+        self._lock = make_lock("counting_group")
 
     def run(self, name: str, start: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
         with self._lock:

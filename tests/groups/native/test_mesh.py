@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import selectors
 import socket
 import threading
 import time
@@ -11,9 +12,10 @@ from queue import SimpleQueue
 
 import pytest
 
-from farprop.distributed.native.framing import HEARTBEAT, FrameKind, pack
+from farprop.distributed.native.framing import HEADER_SIZE, HEARTBEAT, FrameKind, pack, unpack
 from farprop.distributed.native.matching import PostedRecv
 from farprop.distributed.native.mesh import Mesh
+from farprop.errors import CollectiveTimeoutError, RankLostError
 from farprop.transport import sockets
 from farprop.transport.sockets import HostState
 
@@ -93,3 +95,44 @@ def test_one_that_never_stops_sending_does_not_hide_the_others(monkeypatch):
         assert news.wait(60)
         assert "lost rank 2" in str(mesh.state.failure)
         mesh.close()
+
+
+def test_a_loss_is_reported_without_the_lock_of_its_connection():
+    """A callback may send to the rank that was lost, and the other ranks are told by their own connections."""
+    raised: SimpleQueue[Exception] = SimpleQueue()
+    (first, full), (second, other) = near(), near()
+    with full, other:
+        other.settimeout(60)
+        mesh = Mesh(0, {1: first, 2: second}, 1 << 20, lambda: None)
+
+        def on_done(*_: object) -> None:
+            try:
+                mesh.send(1, FrameKind.MESSAGE, 7, "int8", memoryview(b"x"), time.monotonic() + 60)
+            except Exception as error:
+                raised.put(error)
+
+        mesh.post(PostedRecv(FrameKind.MESSAGE, 1, 7, memoryview(bytearray(1)), "int8", on_done))
+        with pytest.raises(CollectiveTimeoutError, match="Rank 1 did not take what rank 0 sent in time"):
+            mesh.send(1, FrameKind.MESSAGE, 7, "int8", memoryview(bytes(16 << 20)), time.monotonic() + 0.5)
+        error = raised.get(timeout=60)
+        assert isinstance(error, RankLostError), repr(error)
+        assert unpack(other.recv(HEADER_SIZE, socket.MSG_WAITALL), 1 << 20).kind is FrameKind.GROUP_FAILED
+        mesh.close()
+
+
+def test_nothing_follows_a_frame_that_an_interrupt_cut_off(monkeypatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with rank_0(near) as (mesh, theirs):
+        with monkeypatch.context() as patch:
+            patch.setattr(selectors.PollSelector, "select", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                mesh.send(1, FrameKind.MESSAGE, 7, "int8", memoryview(bytes(16 << 20)), time.monotonic() + 60)
+        with pytest.raises(RankLostError, match="was cut off"):
+            mesh.send(1, FrameKind.MESSAGE, 7, "int8", memoryview(b"x"), time.monotonic() + 60)
+        count = 0
+        while data := theirs.recv(1 << 20):
+            assert not data.strip(b"\0") or not count
+            count += len(data)
+        assert 0 < count < 16 << 20

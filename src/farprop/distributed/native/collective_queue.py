@@ -10,6 +10,7 @@ import torch
 
 from farprop.distributed.work import Work
 from farprop.errors import without_frames
+from farprop.locks import make_owned_lock
 
 Job = Callable[[], None]
 
@@ -26,7 +27,7 @@ class CollectiveQueue:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(make_owned_lock("collective_queue"))  # type: ignore[arg-type]
         self._waiting: deque[tuple[Job, Work, Sequence[torch.Tensor]]] = deque()
         self._is_running = False
         self._is_closed = False

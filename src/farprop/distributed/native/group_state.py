@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 
 from farprop.errors import CollectiveError, renewed
+from farprop.locks import make_lock
 from farprop.protocol.collective_consistency import CollectiveConsistency
 
 _MAX_FINGERPRINT = 1000  # characters: shared memory has room for as many
@@ -58,7 +58,7 @@ class GroupState:
     def __init__(self, rank: int, size: int, on_failure: Callable[[CollectiveError, bool], None]) -> None:
         self._consistency = CollectiveConsistency(rank, size)
         self._on_failure = on_failure
-        self._lock = threading.Lock()
+        self._lock = make_lock("group_state")
 
     @property
     def failure(self) -> CollectiveError | None:

@@ -6,12 +6,12 @@ came before somebody posted a receive for them.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from farprop.errors import CollectiveError
+from farprop.locks import make_lock
 from farprop.wire.frames import room_for
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class MessageMatcher:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max(_MAX_UNEXPECTED_BYTES, max_bytes)
-        self._lock = threading.Lock()
+        self._lock = make_lock("message_matcher")
         self._posted: list[PostedRecv] = []
         self._unexpected: deque[IncomingMessage] = deque()
         self._counts: Counter[int] = Counter()  # of unexpected messages, by rank

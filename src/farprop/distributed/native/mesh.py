@@ -12,13 +12,15 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 
 from farprop.distributed.native.framing import HEARTBEAT, FrameKind, FrameReader, pack
 from farprop.distributed.native.group_state import GroupState
 from farprop.distributed.native.matching import MessageMatcher, PostedRecv
 from farprop.errors import CollectiveError, CollectiveTimeoutError, ProtocolError, RankLostError, renewed
-from farprop.transport import sockets as keepalive
+from farprop.locks import make_lock
+from farprop.transport import sockets
 from farprop.transport.sockets import SEND_FLAGS, HostState, unsent
 from farprop.transport.tls import Stream, TlsSocket
 
@@ -54,18 +56,19 @@ class Mesh:
         self.matcher = MessageMatcher(max_bytes)
         self._on_state_change = on_state_change
         self._peer_limits = peer_limits or {}
-        self._send_locks = {peer: threading.Lock() for peer in peers}
+        self._send_locks = {peer: make_lock("mesh_send") for peer in peers}
         self._sockets = dict(peers)
         self._gone: dict[int, str] = {}  # ranks that can't be reached any more, and why
+        self._newly_lost: deque[int] = deque()  # those of them that somebody may still wait for
         self._readers = {peer: FrameReader(self, peer, max_bytes) for peer in peers}
         self._selector = selectors.DefaultSelector()
         self._stop, self._stopped = socket.socketpair()
         self._selector.register(self._stopped, selectors.EVENT_READ)
         for peer, sock in peers.items():
             self._selector.register(sock, selectors.EVENT_READ, peer)
-        self._probed = [peer for peer, sock in peers.items() if keepalive.can_probe(sock)]
+        self._probed = [peer for peer, sock in peers.items() if sockets.can_probe(sock)]
         for peer in self._probed:
-            keepalive.prepare_probes(peers[peer])
+            sockets.prepare_probes(peers[peer])
         self._thread = threading.Thread(target=self._run, name=f"farprop-group-rank{rank}", daemon=True)
         self._thread.start()
 
@@ -89,45 +92,56 @@ class Mesh:
         if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise self._slow(peer)
         try:
-            if peer in self._gone:
-                raise self._lost(peer)
-            if (failure := self._failure_of(kind)) is not None:
-                raise renewed(failure)
-            self._write(peer, kind, [head, data] if len(data) else [head], deadline)
-        except OSError as error:
-            if isinstance(error, CollectiveTimeoutError | RankLostError):
-                raise
-            self._lose(peer, f"can't send to it: {error}")
-            raise self._lost(peer) from error
-        finally:
-            lock.release()
+            try:
+                if peer in self._gone:
+                    raise self._lost(peer)
+                if (failure := self._failure_of(kind)) is not None:
+                    raise renewed(failure)
+                self._write(peer, kind, [head, data] if len(data) else [head], deadline)
+            finally:
+                lock.release()
+        except BaseException:
+            self._end_waits()
+            raise
 
     def _write(self, peer: int, kind: FrameKind, parts: list[memoryview], deadline: float) -> None:
+        """Write a frame, under the send lock. A rank that gets only a part of it is lost.
+
+        It would take the next frame for the rest of this one.
+        """
         sock = self._sockets[peer]
         selector = None
         has_begun = False
-        while parts or (isinstance(sock, TlsSocket) and sock.unsent):
-            try:
-                sent = sock.sendmsg(parts, (), SEND_FLAGS)
-            except BlockingIOError:
-                if selector is None:
-                    selector = selectors.PollSelector()
-                    selector.register(sock, selectors.EVENT_WRITE)
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    if has_begun:
-                        # The next frame would be taken for the rest of this one.
-                        self._lose(peer, "it did not take what was sent in time")
-                    raise self._slow(peer) from None
-                failure = self._failure_of(kind)
-                if failure is not None:
-                    if has_begun:
-                        self._lose(peer, "it was slow to take what was sent when the group broke")
-                    raise renewed(failure) from None
-                selector.select(min(left, keepalive.PROBE_SECONDS))
-                continue
-            has_begun = True
-            parts = unsent(parts, sent)
+        try:
+            while parts or (isinstance(sock, TlsSocket) and sock.unsent):
+                try:
+                    sent = sock.sendmsg(parts, (), SEND_FLAGS)
+                except BlockingIOError:
+                    if selector is None:
+                        selector = selectors.PollSelector()
+                        selector.register(sock, selectors.EVENT_WRITE)
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        raise self._slow(peer) from None
+                    if (failure := self._failure_of(kind)) is not None:
+                        raise renewed(failure) from None
+                    selector.select(min(left, sockets.PROBE_SECONDS))
+                    continue
+                has_begun = True
+                parts = unsent(parts, sent)
+        except CollectiveError as error:
+            if has_begun:
+                is_late = isinstance(error, CollectiveTimeoutError)
+                why = "it did not take what was sent in time" if is_late else "it was slow when the group broke"
+                self._mark_lost(peer, why)
+            raise
+        except OSError as error:
+            self._mark_lost(peer, f"can't send to it: {error}")
+            raise self._lost(peer) from error
+        except BaseException as error:
+            if has_begun:
+                self._mark_lost(peer, f"a message to it was cut off by {type(error).__name__}")
+            raise
 
     def _failure_of(self, kind: FrameKind) -> CollectiveError | None:
         """Why frames of this kind are neither sent nor received any more; None if they are.
@@ -177,7 +191,7 @@ class Mesh:
                 self._on_read_error(peer, error)
 
     def _read_all(self) -> None:
-        seconds = keepalive.PROBE_SECONDS if self._probed else None
+        seconds = sockets.PROBE_SECONDS if self._probed else None
         next_probe = 0.0
         while True:
             decrypted = self._peers_with_more()
@@ -234,7 +248,7 @@ class Mesh:
         for peer in self._probed:
             if peer in self._gone:
                 continue
-            host = keepalive.probe(self._sockets[peer])
+            host = sockets.probe(self._sockets[peer])
             if host is HostState.IDLE:
                 self._send_heartbeat(peer)
             elif host is HostState.VANISHED:
@@ -248,9 +262,10 @@ class Mesh:
             except BlockingIOError:
                 pass
             except OSError as error:
-                self._lose(peer, f"can't send to it: {error}")
+                self._mark_lost(peer, f"can't send to it: {error}")
             finally:
                 self._send_locks[peer].release()
+            self._end_waits()
 
     def handle(self, peer: int, kind: FrameKind, text: str) -> None:
         """A frame without data is here; called by the readers."""
@@ -263,17 +278,38 @@ class Mesh:
 
     def _lose(self, peer: int, why: str) -> None:
         """A rank can't be reached any more, or has left: end everything that waits for it."""
-        if self._gone.setdefault(peer, why) is not why:
-            return
-        _log.debug("rank %d has lost rank %d: %s", self.rank, peer, why)
-        if why is not _LEFT:
-            # Wake threads that wait to send to it. A rank that has left would take the shutdown for our death.
-            with contextlib.suppress(OSError):
-                self._sockets[peer].shutdown(socket.SHUT_RDWR)
-        self.state.on_peer_lost(peer, why)
-        self.matcher.fail(self._lost(peer), lambda recv: recv.source in (None, peer))
-        self._readers[peer].abandon(self._lost(peer))
-        self._on_state_change()
+        self._mark_lost(peer, why)
+        self._end_waits()
+
+    def _mark_lost(self, peer: int, why: str) -> None:
+        """Send nothing more to a rank. Whoever calls this under a send lock calls ``_end_waits`` without it."""
+        if self._gone.setdefault(peer, why) is why:
+            self._newly_lost.append(peer)
+
+    def _end_waits(self) -> None:
+        """End everything that waits for ranks that were lost.
+
+        Not under a send lock: this runs callbacks, and sends to the other ranks.
+        """
+        while self._newly_lost:
+            try:
+                peer = self._newly_lost.popleft()
+            except IndexError:
+                return  # another thread does it
+            why = self._gone[peer]
+            _log.debug("rank %d has lost rank %d: %s", self.rank, peer, why)
+            if why is not _LEFT:
+                # Wake threads that wait to send to it. A rank that has left would take the shutdown for our death.
+                with contextlib.suppress(OSError):
+                    self._sockets[peer].shutdown(socket.SHUT_RDWR)
+            self.state.on_peer_lost(peer, why)
+            self._end_receives(peer)
+            self._on_state_change()
+
+    def _end_receives(self, peer: int) -> None:
+        error = self._lost(peer)
+        self.matcher.fail(error, lambda recv: recv.source in (None, peer))
+        self._readers[peer].abandon(error)
 
     def _on_group_failure(self, failure: CollectiveError, tell_others: bool) -> None:
         _log.debug("the group is broken on rank %d: %s", self.rank, failure)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -28,6 +27,7 @@ from farprop.distributed.process_group import ProcessGroup
 from farprop.distributed.reduction import Reduction
 from farprop.distributed.work import CompletedWork, Work, begin_profile_event, end_profile_event
 from farprop.errors import UsageError
+from farprop.locks import make_lock
 
 _MAX_SECONDS = 7 * 24 * 3600.0  # timedelta.max is more than system calls take
 _open_groups: weakref.WeakSet[NativeProcessGroup] = weakref.WeakSet()
@@ -66,7 +66,7 @@ class NativeProcessGroup(ProcessGroup):
         self._ops = CollectiveOps(algorithms, rank, size)
         self._queue = CollectiveQueue(f"farprop-collectives-rank{rank}")
         self._reductions: dict[Any, Reduction] = {}
-        self._close_lock = threading.Lock()
+        self._close_lock = make_lock("native_group")
         self._is_closed = False
         self._is_forked = False
         _open_groups.add(self)
@@ -256,7 +256,7 @@ class NativeProcessGroup(ProcessGroup):
     def abandon(self) -> None:
         """In a forked child: close the descriptors, touch nothing else. The threads are the parent's."""
         self._is_closed = self._is_forked = True
-        self._close_lock = threading.Lock()
+        self._close_lock = make_lock("native_group")
         self._mesh.abandon()
         if self._arena is not None:
             self._arena.close()

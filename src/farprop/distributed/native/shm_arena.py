@@ -13,13 +13,13 @@ from __future__ import annotations
 import os
 import platform
 import select
-import threading
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 from farprop.distributed.native.group_state import CollectiveCall, GroupState
+from farprop.locks import make_lock
 from farprop.transport.shared_memory import SharedMapping
 
 IS_SUPPORTED = platform.machine() in ("x86_64", "AMD64") and hasattr(os, "eventfd")
@@ -88,7 +88,7 @@ class ShmArena:
         self._others = [other for other in range(count) if other != local_rank]
         self._steps = 0
         self._spins = _SPINS if len(os.sched_getaffinity(0)) >= count else _FEW_SPINS
-        self._fence = threading.Lock()
+        self._fence = make_lock("shm_fence")
         self._poll = select.poll()
         self._poll.register(wakeup_fds[local_rank], select.POLLIN)
 
