@@ -10,10 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from farprop.distributed.arguments import pieces, split
-from farprop.distributed.composed_collectives import sparse_allreduce
-from farprop.distributed.native.group_state import CollectiveCall
-from farprop.distributed.native.tensors import (
+from farprop.distributed.arguments import (
     check_device,
     check_parts,
     copy_back,
@@ -21,7 +18,11 @@ from farprop.distributed.native.tensors import (
     dtype_name,
     flat,
     flats,
+    pieces,
+    split,
 )
+from farprop.distributed.composed_collectives import sparse_allreduce
+from farprop.distributed.native.group_state import CollectiveCall
 from farprop.distributed.reduction import Reduction
 from farprop.errors import UsageError
 

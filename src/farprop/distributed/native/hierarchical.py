@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from farprop.distributed import p2p_collectives
+from farprop.distributed.arguments import bytes_of
 from farprop.distributed.native.framing import FrameKind
 from farprop.distributed.native.group_state import CollectiveCall
 from farprop.distributed.native.intra_node import IntraNode
 from farprop.distributed.native.matching import PostedRecv
 from farprop.distributed.native.mesh import Mesh
-from farprop.distributed.native.tensors import bytes_of
 from farprop.distributed.reduction import Reduction
 
 # From so many bytes on, each leader reduces a share; below, the number of messages is what counts.

@@ -1,9 +1,10 @@
-"""The ready-made group: the backend ``farprop`` of ``torch.distributed``."""
+"""The ready-made group: what torch calls of the backend ``farprop``."""
 
 from __future__ import annotations
 
 import atexit
 import os
+import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -14,19 +15,31 @@ import torch
 import torch.distributed as dist
 
 from farprop.config import Settings
-from farprop.distributed.arguments import as_list, as_lists, operation, root, time_limit
+from farprop.distributed.arguments import (
+    as_list,
+    as_lists,
+    bytes_of,
+    check_device,
+    copy_back,
+    dtype_name,
+    operation,
+    root,
+    time_limit,
+)
+from farprop.distributed.interop import NO_TIMEOUT
 from farprop.distributed.native.bootstrap import connect_group
 from farprop.distributed.native.collective_ops import Algorithms, CollectiveOp, CollectiveOps, Tensors
 from farprop.distributed.native.collective_queue import CollectiveQueue
+from farprop.distributed.native.framing import FrameKind
 from farprop.distributed.native.hierarchical import Hierarchical
 from farprop.distributed.native.intra_node import IntraNode
+from farprop.distributed.native.matching import PostedRecv
 from farprop.distributed.native.mesh import Mesh
-from farprop.distributed.native.point_to_point import receive, send
 from farprop.distributed.native.shm_arena import ShmArena
 from farprop.distributed.process_group import ProcessGroup
 from farprop.distributed.reduction import Reduction
-from farprop.distributed.work import CompletedWork, Work, begin_profile_event, end_profile_event
-from farprop.errors import UsageError
+from farprop.distributed.work import CompletedWork, Work, begin_profile_event, completed, end_profile_event
+from farprop.errors import CollectiveTimeoutError, UsageError, renewed
 from farprop.locks import make_lock
 
 _MAX_SECONDS = 7 * 24 * 3600.0  # timedelta.max is more than system calls take
@@ -77,16 +90,34 @@ class NativeProcessGroup(ProcessGroup):
     # Messages
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Work:
+        """Send a tensor. It is done when the system has the bytes: the other rank always reads.
+
+        Raises:
+            UsageError: the tensor is not on the CPU, or the group is closed.
+            CollectiveError: it can't be sent; ``Mesh.send`` says when.
+        """
         self._check_open()
-        return send(self._mesh, tensors[0], dst, tag, self.timeout)
+        tensor = tensors[0]
+        check_device(tensor)
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        event = begin_profile_event("send", [tensor])
+        try:
+            data = bytes_of(tensor.contiguous())
+            self._mesh.send(dst, FrameKind.MESSAGE, tag, dtype_name(tensor), data, deadline)
+        finally:
+            end_profile_event(event)
+        return completed([tensor])
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Work:
-        self._check_open()
-        return receive(self._mesh, tensors[0], src, tag, self.timeout)
+        return self._receive(tensors[0], src, tag)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Work:
+        return self._receive(tensors[0], None, tag)
+
+    def _receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> Work:
         self._check_open()
-        return receive(self._mesh, tensors[0], None, tag, self.timeout)
+        check_device(tensor)
+        return _RecvWork(self._mesh, tensor, source, tag, self.timeout)
 
     # Collectives
 
@@ -265,6 +296,47 @@ class NativeProcessGroup(ProcessGroup):
         """Have the other ranks give up, too, whatever they do."""
         self._mesh.state.fail_local(UsageError("the group was aborted"))
         self.shutdown()
+
+
+class _RecvWork(Work):
+    """The work of a receive; whoever waits for it waits no longer than the group's timeout."""
+
+    def __init__(self, mesh: Mesh, tensor: torch.Tensor, source: int | None, tag: int, timeout: timedelta) -> None:
+        super().__init__()
+        self._mesh = mesh
+        self._timeout = timeout
+        self._event = begin_profile_event("recvAnySource" if source is None else "recv", [tensor])
+        self._tensor, self._received = tensor, tensor.detach().contiguous()
+        buffer = bytes_of(self._received)
+        self._recv = PostedRecv(FrameKind.MESSAGE, source, tag, buffer, dtype_name(tensor), self._on_done)
+        self._whom = "any rank" if source is None else f"rank {source}"
+        mesh.post(self._recv)
+
+    def _on_done(self, _: PostedRecv, error: Exception | None) -> None:
+        # Before the work ends: whoever waits for it may stop profiling next.
+        end_profile_event(self._event)
+        if error is not None:
+            self.fail(error)
+            return
+        copy_back(self._tensor, self._received)
+        self.complete([self._tensor])
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        limit = timeout if timeout > NO_TIMEOUT else self._timeout
+        try:
+            return super().wait(limit)
+        except CollectiveTimeoutError:
+            if self.is_completed():
+                raise
+            error = CollectiveTimeoutError(
+                f"Rank {self._mesh.rank} waited {limit.total_seconds():g} s to receive from {self._whom}, with tag "
+                f"{self._recv.key}."
+            )
+            self._mesh.matcher.cancel(self._recv, error)
+            raise renewed(error) from None
+
+    def _source_rank(self) -> int:
+        return -1 if self._recv.source is None else self._recv.source
 
 
 @atexit.register
