@@ -1,8 +1,13 @@
-"""The memory of buckets: flat tensors that gradients are copied into, reduced in, and copied back from."""
+"""The memory of gradients: flat buffers, in which buckets are reduced, and where gradients are stored after that.
+
+A gradient is accumulated in its storage (``.grad``, or a distributed autograd context), copied into the flat buffer of
+its bucket, reduced there, and put back.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch.futures import Future
@@ -10,10 +15,59 @@ from torch.futures import Future
 from farprop._torch import foreach_copy, foreach_multiply, internal_overlap
 from farprop.distributed.interop import result_of, tensor_of
 from farprop.errors import UsageError
-from farprop.nn.parallel.grad_storage import GradStorage
 from farprop.protocol.ddp_buckets import BucketIndices
+from farprop.runtime.autograd.engine import LocalPass
 
 _LARGE = 1 << 14  # elements; above it one pass over the memory saves more than one batched call
+
+
+class GradStorage(Protocol):
+    """The storage of one backward pass's gradients."""
+
+    def get(self, leaf: torch.Tensor) -> torch.Tensor | None:
+        """The gradient that the pass has accumulated for a leaf."""
+
+    def put(self, leaves: Sequence[torch.Tensor], reduced: Sequence[torch.Tensor]) -> None:
+        """Store reduced gradients, which are views of a bucket's buffer."""
+
+
+class GradAttribute:
+    """Torch's own pass: gradients are in ``.grad``.
+
+    Args:
+        as_views: Whether ``.grad`` becomes a view of the bucket's buffer instead of a copy.
+    """
+
+    def __init__(self, as_views: bool) -> None:
+        self.as_views = as_views
+
+    def get(self, leaf: torch.Tensor) -> torch.Tensor | None:
+        return leaf.grad
+
+    def put(self, leaves: Sequence[torch.Tensor], reduced: Sequence[torch.Tensor]) -> None:
+        if self.as_views or reduced[0].is_sparse:
+            for leaf, gradient in zip(leaves, reduced, strict=True):
+                if leaf.grad is not gradient:
+                    leaf.grad = gradient
+            return
+        for leaf in leaves:
+            if leaf.grad is None:
+                leaf.grad = torch.empty_like(leaf)
+        foreach_copy([leaf.grad for leaf in leaves if leaf.grad is not None], list(reduced))
+
+
+class ContextGradients:
+    """A distributed pass: gradients are in its context, whose tensors are never written to, so copies are stored."""
+
+    def __init__(self, running: LocalPass) -> None:
+        self._pass = running
+
+    def get(self, leaf: torch.Tensor) -> torch.Tensor | None:
+        return self._pass.context.gradients.get(leaf)
+
+    def put(self, leaves: Sequence[torch.Tensor], reduced: Sequence[torch.Tensor]) -> None:
+        for leaf, gradient in zip(leaves, reduced, strict=True):
+            self._pass.replace(leaf, gradient.clone())
 
 
 class FlatBuffer:
@@ -48,6 +102,44 @@ class FlatBuffer:
     def zeros(self) -> torch.Tensor:
         """What a rank without gradients contributes to the reduction."""
         return _empty_sparse(self.parameters[0]) if self.is_sparse else torch.zeros_like(self.flat)
+
+
+class GradBucket:
+    """What a hook sees of a bucket, with the methods of torch's ``GradBucket``."""
+
+    def __init__(self, bucket: FlatBuffer, index: int, is_last: bool, buffer: torch.Tensor) -> None:
+        self._bucket = bucket
+        self._index = index
+        self._is_last = is_last
+        self._buffer = buffer
+
+    def index(self) -> int:
+        """The bucket's position in the order in which buckets are reduced."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether this is the last bucket of the iteration."""
+        return self._is_last
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients of the bucket, as one flat tensor."""
+        return self._buffer
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        """Replace the buffer, for a hook that wraps another hook."""
+        self._buffer = tensor
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Views of the buffer, in the shapes of the parameters."""
+        if self._bucket.is_sparse:
+            return [self._buffer]
+        sizes = [parameter.numel() for parameter in self._bucket.parameters]
+        parts = self._buffer.split(sizes)
+        return [part.view(p.shape) for part, p in zip(parts, self._bucket.parameters, strict=True)]
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters, in the order of :meth:`gradients`."""
+        return list(self._bucket.parameters)
 
 
 class BucketBuffers:

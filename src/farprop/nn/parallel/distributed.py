@@ -28,9 +28,8 @@ from farprop.nn.parallel.arguments import (
     sparse_weights,
     trained_parameters,
 )
-from farprop.nn.parallel.comm_hooks import CommHook
 from farprop.nn.parallel.module_sync import any_rank, check_same_parameters, copy_from_rank, highest_rank
-from farprop.nn.parallel.reducer import Reducer
+from farprop.nn.parallel.reducer import CommHook, Reducer
 from farprop.nn.parallel.unused_parameters import tensors_in
 from farprop.runtime.dynamo_disable import uncompiled, uncompiled_itself
 

@@ -15,18 +15,21 @@ import torch.distributed as dist
 from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
+from farprop import _torch
 from farprop._torch import queue_callback
 from farprop.distributed.interop import implementer, rank_of, result_of, wait_for
 from farprop.errors import ReductionError, UsageError
 from farprop.locks import make_lock
-from farprop.nn.parallel.bucket_buffers import BucketBuffers
-from farprop.nn.parallel.comm_hooks import CommHook, GradBucket, allreduce_sum, checked_future
-from farprop.nn.parallel.grad_storage import ContextGradients, GradAttribute, GradStorage
+from farprop.nn.parallel.bucket_buffers import BucketBuffers, ContextGradients, GradAttribute, GradBucket, GradStorage
 from farprop.nn.parallel.unused_parameters import UsedParameters, reachable_leaves
 from farprop.protocol.ddp_buckets import BucketIndices, BucketSchedule, ParameterInfo, State, assign_buckets
 from farprop.runtime.autograd.engine import running_pass
 
 _log = logging.getLogger(__name__)
+
+# A communication hook: called with a state and a GradBucket. The second type is Any, so that hooks annotated with
+# torch's GradBucket fit.
+CommHook = Callable[[Any, Any], Future[torch.Tensor]]
 
 
 class Reducer:
@@ -247,9 +250,10 @@ class Reducer:
         buffers = self._buffers.buffers
         bucket = GradBucket(buffers[index], index, index == len(buffers) - 1, buffer)
         if self._hook is None:
-            return allreduce_sum(self._allreduce_group, bucket)
+            # Its gradients are already divided by the number of ranks.
+            return self._allreduce_group.allreduce([bucket.buffer()], dist.AllreduceOptions()).get_future()
         hook, state = self._hook
-        return checked_future(hook, hook(state, bucket))
+        return _checked_future(hook, hook(state, bucket))
 
     def _finish(self) -> None:
         """Wait for each bucket, all of which are launched, and store its gradients."""
@@ -316,3 +320,13 @@ def _begin(reducer: weakref.ref[Reducer]) -> None:
 def _remove(handles: Iterable[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
+
+
+def _checked_future(hook: CommHook, result: object) -> Future[Any]:
+    """What a user's hook returned; raises ``UsageError`` if it is not a future."""
+    if not isinstance(result, _torch.Future):  # futures made in C++ are not instances of torch.futures.Future
+        raise UsageError(
+            f"The communication hook {getattr(hook, '__qualname__', hook)} has to return a torch.futures.Future of the "
+            f"reduced buffer, but returned {type(result).__name__}."
+        )
+    return result  # type: ignore[no-any-return]
