@@ -30,7 +30,7 @@ def as_lists(lists: Any, tensors: Any) -> tuple[list[list[torch.Tensor]], list[t
     return [list(one) for one in lists], list(tensors)
 
 
-def operation(opts: Any) -> Any:
+def operation(opts: Any) -> ReduceOp | ReduceOp.RedOpType:
     """The operation of a reduction, from options, an operation, or None for a sum."""
     return ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
 

@@ -7,11 +7,12 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
 from farprop.distributed.interop import wait_within
-from farprop.distributed.reduction import Reduction
+from farprop.distributed.reduction import ReduceKind, Reduction
 from farprop.errors import CollectiveTimeoutError, UsageError
 
 # The messages of composed collectives have a tag of their own, so that no ``recv`` of the user gets them.
@@ -29,7 +30,7 @@ class BlockingGroup:
         timeout: for each primitive.
     """
 
-    def __init__(self, group: Any, name: str, timeout: timedelta) -> None:
+    def __init__(self, group: dist.ProcessGroup, name: str, timeout: timedelta) -> None:
         self._group = group
         self._name = name
         self._timeout = timeout
@@ -56,9 +57,9 @@ class BlockingGroup:
             self.send(tensor, partner)
             into.copy_(received)
 
-    def allreduce(self, tensor: torch.Tensor, op: Any) -> None:
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp | ReduceKind) -> None:
         options = AllreduceOptions()
-        options.reduceOp = op
+        options.reduceOp = op  # type: ignore[assignment]  # torch converts a constant
         options.timeout = self._timeout
         self._wait(self._group.allreduce([tensor], options), "the others")
 
@@ -87,7 +88,7 @@ class BlockingGroup:
         ) from cause
 
 
-def reduce(group: BlockingGroup, tensor: torch.Tensor, root: int, op: Any) -> None:
+def reduce(group: BlockingGroup, tensor: torch.Tensor, root: int, op: ReduceOp | ReduceKind) -> None:
     """An all-reduce of a copy, which only the root uses."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     group.allreduce(total, op)
@@ -113,7 +114,9 @@ def scatter(group: BlockingGroup, output: torch.Tensor, inputs: Sequence[torch.T
     output.copy_(whole[group.rank])
 
 
-def reduce_scatter(group: BlockingGroup, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Any) -> None:
+def reduce_scatter(
+    group: BlockingGroup, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp | ReduceKind
+) -> None:
     """An all-reduce of all inputs, of which each rank takes its own."""
     whole = torch.stack(list(inputs))
     group.allreduce(whole, op)

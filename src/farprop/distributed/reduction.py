@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed import ReduceOp
 
 from farprop.errors import UsageError
 
-_IN_PLACE: dict[Any, Callable[[torch.Tensor, torch.Tensor], object]] = {
+ReduceKind: TypeAlias = ReduceOp.RedOpType
+"""The type of the constants ``ReduceOp.SUM`` and so on."""
+
+_IN_PLACE: dict[ReduceKind, Callable[[torch.Tensor, torch.Tensor], object]] = {
     ReduceOp.SUM: torch.Tensor.add_,
     ReduceOp.AVG: torch.Tensor.add_,
     ReduceOp.PREMUL_SUM: torch.Tensor.add_,
@@ -22,7 +25,7 @@ _IN_PLACE: dict[Any, Callable[[torch.Tensor, torch.Tensor], object]] = {
     ReduceOp.BOR: torch.Tensor.bitwise_or_,
     ReduceOp.BXOR: torch.Tensor.bitwise_xor_,
 }
-_OUT_OF_PLACE: dict[Any, Callable[..., torch.Tensor]] = {
+_OUT_OF_PLACE: dict[ReduceKind, Callable[..., torch.Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.AVG: torch.add,
     ReduceOp.PREMUL_SUM: torch.add,
@@ -47,7 +50,9 @@ class Reduction:
         divisor: what ``postscale`` divides by; None for nothing.
     """
 
-    def __init__(self, kind: Any, factor: Any = None, divisor: int | None = None) -> None:
+    def __init__(
+        self, kind: ReduceKind, factor: float | torch.Tensor | None = None, divisor: int | None = None
+    ) -> None:
         self.kind = kind
         self._factor = factor
         self._divisor = divisor
@@ -55,17 +60,17 @@ class Reduction:
         self._out_of_place = _OUT_OF_PLACE[kind]
 
     @classmethod
-    def from_op(cls, op: Any, size: int) -> Reduction:
+    def from_op(cls, op: ReduceOp | ReduceKind, size: int) -> Reduction:
         """The reduction of a ``ReduceOp`` among ``size`` ranks.
 
         Raises:
             UsageError: the operation is not known.
         """
         # A ReduceOp has a kind; the constants ReduceOp.SUM and so on are kinds already.
-        kind = getattr(op, "op", op)
+        kind: Any = getattr(op, "op", op)
         if kind not in _IN_PLACE:
             raise UsageError(f"Reductions with {op} are not known. Use one of torch.distributed.ReduceOp.")
-        factor = op.factor if kind == ReduceOp.PREMUL_SUM else None
+        factor = op.factor if kind == ReduceOp.PREMUL_SUM else None  # type: ignore[union-attr]
         return cls(kind, factor, size if kind == ReduceOp.AVG else None)
 
     def in_two_stages(self) -> tuple[Reduction, Reduction]:
@@ -111,7 +116,7 @@ class Reduction:
 
 
 @cache
-def _problem(kind: Any, dtype: torch.dtype) -> str | None:
+def _problem(kind: ReduceKind, dtype: torch.dtype) -> str | None:
     """What torch says about this operation on this dtype; None if it can be computed."""
     one = torch.ones(1, dtype=dtype)
     try:

@@ -90,7 +90,7 @@ def connect_group(store: dist.Store, rank: int, size: int, settings: Settings, t
 
 
 def _hosts(entries: list[Entry]) -> list[list[int]]:
-    hosts: dict[object, list[int]] = {}
+    hosts: dict[str | int, list[int]] = {}  # a rank that can't share memory is a host of its own
     for entry in entries:
         hosts.setdefault(entry.net if entry.unix else entry.rank, []).append(entry.rank)
     return list(hosts.values())
@@ -148,29 +148,28 @@ def _share_memory(
     peers: dict[int, Stream], host: list[int], rank: int, deadline: float
 ) -> tuple[SharedMapping, list[int]]:
     """The first rank of the host makes the memory, each rank its eventfd; the descriptors go to all others."""
+    first = host[0]
     others = [other for other in host if other != rank]
-    wakeup_fds = {rank: new_wakeup_fd()}
-    memory: SharedMapping | None = None
     size = arena_bytes(len(host))
+    if rank == first:
+        descriptor, memory = new_shared_memory(size)
+        try:
+            for other in others:
+                _send_descriptor(peers[other], descriptor)
+        finally:
+            os.close(descriptor)
+    else:
+        descriptor = _receive_descriptor(peers[first], first, deadline)
+        try:
+            memory = SharedMapping(descriptor, size)
+        finally:
+            os.close(descriptor)
+    wakeup_fds = {rank: new_wakeup_fd()}
     try:
-        if rank == host[0]:
-            descriptor, memory = new_shared_memory(size)
-            try:
-                for other in others:
-                    _send_descriptor(peers[other], descriptor)
-            finally:
-                os.close(descriptor)
         for other in others:
             _send_descriptor(peers[other], wakeup_fds[rank])
         for other in others:
-            if other == host[0]:
-                descriptor = _receive_descriptor(peers[other], other, deadline)
-                try:
-                    memory = SharedMapping(descriptor, size)
-                finally:
-                    os.close(descriptor)
             wakeup_fds[other] = _receive_descriptor(peers[other], other, deadline)
-        assert memory is not None
     except BaseException:
         for fd in wakeup_fds.values():
             os.close(fd)

@@ -66,7 +66,11 @@ class PostedRecv:
         return None
 
     def finish(self, error: Exception | None) -> None:
-        """The receive has ended. Calls after the first have no effect."""
+        """The receive has ended. Calls after the first have no effect.
+
+        The thread that reads may call this at the same time as one that gives up. The interpreter does not release its
+        lock between the check and the assignment.
+        """
         if not self._is_done:
             self._is_done = True
             self._on_done(self, error)
@@ -121,7 +125,7 @@ class MessageMatcher:
                 return
             is_complete = message.is_complete
         if is_complete:
-            self._deliver(message)
+            self._deliver(message, recv)
 
     def begin(self, message: IncomingMessage) -> None:
         """The header of a message is here: match it, and give it a buffer.
@@ -160,13 +164,11 @@ class MessageMatcher:
         """All of the message's data is here."""
         with self._lock:
             message.is_complete = True
-            is_matched = message.recv is not None
-        if is_matched:
-            self._deliver(message)
+            recv = message.recv
+        if recv is not None:
+            self._deliver(message, recv)
 
-    def _deliver(self, message: IncomingMessage) -> None:
-        recv = message.recv
-        assert recv is not None
+    def _deliver(self, message: IncomingMessage, recv: PostedRecv) -> None:
         recv.source = message.source
         error = recv.mismatch(message)
         if error is None and message.buffer is not recv.buffer:

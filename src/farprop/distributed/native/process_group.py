@@ -37,7 +37,7 @@ from farprop.distributed.native.matching import PostedRecv
 from farprop.distributed.native.mesh import Mesh
 from farprop.distributed.native.shm_arena import ShmArena
 from farprop.distributed.process_group import ProcessGroup
-from farprop.distributed.reduction import Reduction
+from farprop.distributed.reduction import ReduceKind, Reduction
 from farprop.distributed.work import CompletedWork, Work, begin_profile_event, completed, end_profile_event
 from farprop.errors import CollectiveTimeoutError, UsageError, renewed
 from farprop.locks import make_lock
@@ -78,7 +78,7 @@ class NativeProcessGroup(ProcessGroup):
         algorithms: Algorithms = local if local and len(hosts) == 1 else Hierarchical(self._mesh, hosts, local)
         self._ops = CollectiveOps(algorithms, rank, size)
         self._queue = CollectiveQueue(f"farprop-collectives-rank{rank}")
-        self._reductions: dict[Any, Reduction] = {}
+        self._reductions: dict[ReduceKind, Reduction] = {}
         self._close_lock = make_lock("native_group")
         self._is_closed = False
         self._is_forked = False
@@ -216,7 +216,7 @@ class NativeProcessGroup(ProcessGroup):
 
     def _reduction(self, opts: Any) -> Reduction:
         op = operation(opts)
-        kind = getattr(op, "op", op)
+        kind: Any = getattr(op, "op", op)
         if kind == dist.ReduceOp.PREMUL_SUM:  # it has a factor of its own
             return super()._reduction(opts)
         if kind not in self._reductions:

@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from farprop._torch import foreach_copy, foreach_multiply, internal_overlap
 from farprop.distributed.interop import result_of, tensor_of
-from farprop.errors import UsageError
+from farprop.errors import ReductionError, UsageError
 from farprop.protocol.ddp_buckets import BucketIndices
 from farprop.runtime.autograd.engine import LocalPass
 
@@ -90,9 +90,14 @@ class FlatBuffer:
             offset += parameter.numel()
 
     def wait(self) -> None:
-        """Wait until the bucket is reduced."""
-        assert self.future is not None
+        """Wait until the bucket is reduced.
+
+        Raises:
+            ReductionError: its reduction was not launched.
+        """
         future, self.future = self.future, None
+        if future is None:
+            raise ReductionError("A bucket was to be waited for whose reduction was not launched.")
         reduced = tensor_of(result_of(future))
         if self.is_sparse:
             self.flat = reduced

@@ -183,7 +183,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         return output
 
     @uncompiled
-    def _before_forward(self, inputs: Any, kwargs: Any) -> tuple[Any, Any, int]:
+    def _before_forward(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], int]:
         """Run the collectives before the module; returns its inputs, and the divisor of gradients."""
         has_backward = torch.is_grad_enabled()
         reduces = has_backward and self.require_backward_grad_sync

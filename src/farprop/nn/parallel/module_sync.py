@@ -78,7 +78,7 @@ def any_rank(group: dist.ProcessGroup, device: torch.device, here: bool) -> bool
 
 
 def highest_rank(group: dist.ProcessGroup, device: torch.device, here: bool) -> int:
-    """The highest rank on which ``here`` is true; -1 if there is none. All ranks have to call it."""
+    """The highest rank on which ``here`` is true. All ranks have to call it, and on one of them it has to be true."""
     rank = torch.tensor([rank_of(group) if here else -1], device=device)
     dist.all_reduce(rank, dist.ReduceOp.MAX, group=group)
     return int(rank.item())

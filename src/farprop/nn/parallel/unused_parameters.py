@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import Node
 
 from farprop.distributed.interop import wait_for
 from farprop.runtime.autograd.contexts import current_context
@@ -68,16 +69,16 @@ def tensors_in(output: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(output, field.name))
 
 
-def reachable_leaves(outputs: Iterable[torch.Tensor]) -> set[torch.Tensor]:
+def reachable_leaves(outputs: Sequence[torch.Tensor]) -> set[torch.Tensor]:
     """The leaves of this worker that the outputs depend on, also through calls to other workers."""
-    stack: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    stack: list[Node | None] = [output.grad_fn for output in outputs]
     leaves = {output for output in outputs if output.requires_grad and output.grad_fn is None}
     context = current_context.get()
     if context is not None:
         # This worker's graph has no edge from a received tensor to the tensors that were sent before. So everything
         # that was sent counts as used.
         stack.extend(node for send in list(context.sends.values()) for node, _ in send.next_functions)
-    seen = set()
+    seen: set[Node] = set()
     while stack:
         node = stack.pop()
         if node is None or node in seen:
