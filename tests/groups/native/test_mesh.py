@@ -136,3 +136,35 @@ def test_nothing_follows_a_frame_that_an_interrupt_cut_off(monkeypatch):
             assert not data.strip(b"\0") or not count
             count += len(data)
         assert 0 < count < 16 << 20
+
+
+def test_a_callback_may_close_the_group():
+    """It runs in the thread that reads. After that, nothing may wake this rank: its descriptors are closed."""
+    ended: SimpleQueue[Exception | None] = SimpleQueue()
+    changes: list[None] = []
+    (first, one), (second, two) = near(), near()
+    with one, two:
+        mesh = Mesh(0, {1: first, 2: second}, 1 << 20, lambda: changes.append(None))
+
+        def on_done(_: PostedRecv, error: Exception | None) -> None:
+            mesh.close()
+            ended.put(error)
+
+        mesh.post(PostedRecv(FrameKind.MESSAGE, 1, 7, memoryview(bytearray(4)), "int8", on_done))
+        one.sendall(pack(FrameKind.MESSAGE, 7, "int8", 4) + b"good")
+        assert ended.get(timeout=60) is None
+        mesh._thread.join(60)
+        assert not mesh._thread.is_alive()
+        assert mesh.state.failure is None
+        assert not changes
+
+
+def test_a_receive_that_has_begun_ends_with_the_group():
+    ended: SimpleQueue[Exception | None] = SimpleQueue()
+    with rank_0(near) as (mesh, theirs):
+        room = memoryview(bytearray(4))
+        mesh.post(PostedRecv(FrameKind.MESSAGE, 1, 7, room, "int8", lambda _, error: ended.put(error)))
+        theirs.sendall(pack(FrameKind.MESSAGE, 7, "int8", 4) + b"go")
+        while room[1:2] != b"o":
+            time.sleep(0.01)
+    assert "destroyed on rank 0" in str(ended.get(timeout=60))

@@ -60,6 +60,7 @@ class Mesh:
         self._sockets = dict(peers)
         self._gone: dict[int, str] = {}  # ranks that can't be reached any more, and why
         self._newly_lost: deque[int] = deque()  # those of them that somebody may still wait for
+        self._is_closed = False
         self._readers = {peer: FrameReader(self, peer, max_bytes) for peer in peers}
         self._selector = selectors.DefaultSelector()
         self._stop, self._stopped = socket.socketpair()
@@ -186,6 +187,8 @@ class Mesh:
         try:
             self._read_all()
         except BaseException as error:
+            if self._is_closed:
+                return  # a callback, which runs in this thread, has closed the connections
             # Without this thread neither this rank nor those that wait for it would learn of anything any more.
             for peer in self._sockets:
                 self._on_read_error(peer, error)
@@ -325,15 +328,19 @@ class Mesh:
         self.notify_all(FrameKind.GOODBYE, "", _GOODBYE_SECONDS)
 
     def close(self) -> None:
-        """Say goodbye, end the thread, close all connections."""
+        """Say goodbye, end the thread, close all connections. A callback may call it in the thread itself."""
         self.say_goodbye()
+        self._is_closed = True
+        for peer in self._sockets:
+            self._gone.setdefault(peer, "the group was destroyed")
         self._stop.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
         self._close_descriptors()
-        self.matcher.fail(
-            CollectiveError(f"The group was destroyed on rank {self.rank} before this was received."), lambda _: True
-        )
+        error = CollectiveError(f"The group was destroyed on rank {self.rank} before this was received.")
+        self.matcher.fail(error, lambda _: True)
+        for reader in self._readers.values():
+            reader.abandon(error)
 
     def abandon(self) -> None:
         """In a forked child: close the descriptors, send nothing."""

@@ -294,8 +294,9 @@ class NativeProcessGroup(ProcessGroup):
 
     def abort(self) -> None:
         """Have the other ranks give up, too, whatever they do."""
-        self._mesh.state.fail_local(UsageError("the group was aborted"))
-        self.shutdown()
+        if not self._is_closed:
+            self._mesh.state.fail_local(UsageError("the group was aborted"))
+            self.shutdown()
 
 
 class _RecvWork(Work):
