@@ -49,6 +49,14 @@ def test_waiting_has_an_end():
     thread.join()
 
 
+def test_a_wait_may_have_no_end():
+    work = Work()
+    thread = threading.Timer(0.01, work.complete, [[]])
+    thread.start()
+    assert work.wait(timedelta.max)
+    thread.join()
+
+
 def test_a_work_around_a_future():
     future = Future()
     work = work_from_future(future)

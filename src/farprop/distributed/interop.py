@@ -70,7 +70,7 @@ def is_done_within(future: Future[Any], timeout: timedelta) -> bool:
         return True
     ended = threading.Event()
     future.add_done_callback(lambda _: ended.set())
-    return ended.wait(timeout.total_seconds())
+    return ended.wait(min(timeout.total_seconds(), threading.TIMEOUT_MAX))
 
 
 def result_of(future: Future[Any]) -> Any:

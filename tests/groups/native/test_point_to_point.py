@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from farprop.distributed import NativeProcessGroup
 from farprop.errors import CollectiveError, CollectiveTimeoutError, RankLostError
 from tests.groups.kinds import default_group
 from tests.groups.native.layouts import environment
+from tests.groups.store_group import job_store
 from tests.support.workers import run_workers
 
 LAYOUT = pytest.mark.parametrize("layout", ["one", "tcp"])
@@ -132,3 +134,18 @@ def some_do_not_come(rank: int, size: int) -> None:
 
 def test_some_do_not_come_to_a_monitored_barrier():
     run_workers(some_do_not_come, 4, (4,))
+
+
+def without_end(rank: int, size: int) -> None:
+    group = NativeProcessGroup(job_store(rank, size), rank, size, timedelta.max)
+    x = torch.full((1,), float(rank))
+    if rank == 0:
+        group.send([x], 1, 0).wait()
+    else:
+        group.recv([x], 0, 0).wait()
+        assert x.item() == 0
+    group.shutdown()
+
+
+def test_a_timeout_may_be_without_end():
+    run_workers(without_end, 2, (2,))

@@ -42,7 +42,7 @@ from farprop.distributed.work import CompletedWork, Work, begin_profile_event, c
 from farprop.errors import CollectiveTimeoutError, UsageError, renewed
 from farprop.locks import make_lock
 
-_MAX_SECONDS = 7 * 24 * 3600.0  # timedelta.max is more than system calls take
+_MAX_TIMEOUT = timedelta(days=7)  # timedelta.max is more than system calls take
 _open_groups: weakref.WeakSet[NativeProcessGroup] = weakref.WeakSet()
 
 
@@ -55,13 +55,14 @@ class NativeProcessGroup(ProcessGroup):
         store: where the ranks find each other.
         rank: of this process in the group.
         size: the number of ranks.
-        timeout: how long a collective may take if the call does not say.
+        timeout: how long a collective may take if the call does not say; at most a week.
 
     Raises:
         RendezvousError: not all ranks came in time, or they can't be a group.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        timeout = min(timeout, _MAX_TIMEOUT)
         super().__init__(store, rank, size, timeout)
         settings = Settings.from_env()
         connections = connect_group(store, rank, size, settings, timeout.total_seconds())
@@ -225,7 +226,7 @@ class NativeProcessGroup(ProcessGroup):
 
     def _start(self, name: str, inputs: Tensors, opts: Any, ops: Sequence[CollectiveOp], outputs: Tensors) -> Work:
         self._check_open()
-        seconds = min(time_limit(opts, self.timeout).total_seconds(), _MAX_SECONDS)
+        seconds = min(time_limit(opts, self.timeout), _MAX_TIMEOUT).total_seconds()
         event = begin_profile_event(name, inputs)
 
         def job() -> None:
