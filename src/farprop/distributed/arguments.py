@@ -24,19 +24,19 @@ def as_list(tensors: Any) -> list[torch.Tensor]:
 
 
 def as_lists(lists: Any, tensors: Any) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
-    """A list of tensors for each tensor, and the tensors; from the same, or from one list and one tensor."""
+    """A list of tensors for each tensor, and the tensors. One list with one tensor is also accepted."""
     if isinstance(tensors, torch.Tensor):
         return [list(lists)], [tensors]
     return [list(one) for one in lists], list(tensors)
 
 
 def operation(opts: Any) -> ReduceOp | ReduceOp.RedOpType:
-    """The operation of a reduction, from options, an operation, or None for a sum."""
+    """The operation of a reduction, from options or an operation; None is a sum."""
     return ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
 
 
 def root(opts: Any) -> int:
-    """The root of a broadcast, reduce, gather or scatter, from options, a rank, or None for rank 0."""
+    """The root of a broadcast, reduce, gather or scatter, from options or a rank; None is rank 0."""
     return int(getattr(opts, "rootRank", opts or 0))
 
 
@@ -50,21 +50,21 @@ def time_limit(opts: Any, default: timedelta) -> timedelta:
 
 
 def pieces(tensor: torch.Tensor, like: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Views of a tensor that holds the tensors of all ranks one after the other.
+    """Cut a tensor that holds the tensors of all ranks, one after the other, into views of them.
 
     Raises:
-        UsageError: its size is not that of ``size`` tensors like ``like``.
+        UsageError: it does not have the size of ``size`` tensors like ``like``.
     """
     if tensor.numel() != like.numel() * size:
         raise UsageError(
             f"A tensor of {tensor.numel()} elements can't hold one of {like.numel()} for each of {size} ranks. "
-            f"Give one of {like.numel() * size}."
+            f"Give one of {like.numel() * size} elements."
         )
     return [piece.view_as(like) for piece in tensor.view(-1).chunk(size)] if like.numel() else [like] * size
 
 
 def split(tensor: torch.Tensor, sizes: list[int], size: int) -> list[torch.Tensor]:
-    """The part of each rank along the first dimension: of these sizes, or all equal without sizes.
+    """Split a tensor along its first dimension, one part for each rank. Without sizes all parts are equal.
 
     Raises:
         UsageError: the sizes don't add up, or the rows can't be divided evenly.
@@ -99,7 +99,7 @@ def check_parts(name: str, parts: Sequence[torch.Tensor], size: int, dtype: torc
     """Check that there is a CPU tensor for each rank, all of one dtype.
 
     Raises:
-        UsageError: they are not like that.
+        UsageError: the number of tensors, a device or a dtype is wrong.
     """
     if len(parts) != size:
         raise UsageError(f"{name} needs a tensor for each of {size} ranks, and got {len(parts)}.")
@@ -122,7 +122,7 @@ def flats(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def copy_back(tensor: torch.Tensor, written: torch.Tensor) -> None:
-    """Copy ``written`` into the tensor that it was made from, if it is a copy."""
+    """Copy ``written`` back into the tensor that ``flat`` made it from, unless both share their memory."""
     if written.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(written.view(tensor.shape))
 

@@ -1,4 +1,7 @@
-"""Collectives composed of ``allreduce``, ``broadcast`` and ``allgather``. They move more data than others."""
+"""Collectives composed of ``allreduce``, ``broadcast`` and ``allgather``.
+
+They move more data than those of ``p2p_collectives``: some of it goes to ranks that do not need it.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ _TAG = 1 << 30
 
 
 class BlockingGroup:
-    """The primitives of a group, one at a time and waited for: what the other collectives are composed of.
+    """Calls one primitive of a group at a time, and waits for it. The other collectives are composed of such calls.
 
     The tensors that it passes to the group are contiguous.
 
     Args:
-        group: whose primitives.
-        name: of the collective that is composed, for errors.
-        timeout: for each primitive.
+        group: the group whose primitives are called.
+        name: the collective that is composed, for errors.
+        timeout: how long each primitive may take.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str, timeout: timedelta) -> None:
@@ -89,7 +92,7 @@ class BlockingGroup:
 
 
 def reduce(group: BlockingGroup, tensor: torch.Tensor, root: int, op: ReduceOp | ReduceKind) -> None:
-    """An all-reduce of a copy, which only the root uses."""
+    """All-reduce a copy. Only the root keeps the result."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     group.allreduce(total, op)
     if group.rank == root:
@@ -97,7 +100,7 @@ def reduce(group: BlockingGroup, tensor: torch.Tensor, root: int, op: ReduceOp |
 
 
 def gather(group: BlockingGroup, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> None:
-    """An all-gather, which only the root uses."""
+    """All-gather. Only the root keeps the result."""
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size)]
     group.allgather(parts, tensor)
     if group.rank == root:
@@ -106,7 +109,7 @@ def gather(group: BlockingGroup, outputs: Sequence[torch.Tensor], tensor: torch.
 
 
 def scatter(group: BlockingGroup, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> None:
-    """A broadcast of all inputs, of which each rank takes its own."""
+    """Broadcast all inputs. Each rank keeps its own."""
     whole = output.new_empty((group.size, *output.shape))
     if group.rank == root:
         torch.stack(list(inputs), out=whole)
@@ -117,19 +120,19 @@ def scatter(group: BlockingGroup, output: torch.Tensor, inputs: Sequence[torch.T
 def reduce_scatter(
     group: BlockingGroup, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp | ReduceKind
 ) -> None:
-    """An all-reduce of all inputs, of which each rank takes its own."""
+    """All-reduce all inputs. Each rank keeps its own."""
     whole = torch.stack(list(inputs))
     group.allreduce(whole, op)
     output.copy_(whole[group.rank])
 
 
 def all_to_all(group: BlockingGroup, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-    """An all-gather of all inputs, of which each rank takes its own.
+    """All-gather all inputs. Each rank keeps those that are meant for it.
 
-    Ranks may send different amounts, so they gather the counts first.
+    Ranks may send different amounts, so they exchange the counts first.
 
     Raises:
-        UsageError: an output has another size than what is sent for it.
+        UsageError: an output does not have the size of the input that is sent to it.
     """
     counts = [torch.empty(group.size, dtype=torch.int64) for _ in range(group.size)]
     group.allgather(counts, torch.tensor([tensor.numel() for tensor in inputs]))
@@ -149,7 +152,7 @@ def all_to_all(group: BlockingGroup, outputs: Sequence[torch.Tensor], inputs: Se
 
 
 class AllGather(Protocol):
-    """What the sum of sparse tensors needs of a group."""
+    """The part of a group that ``sparse_allreduce`` uses."""
 
     @property
     def size(self) -> int: ...

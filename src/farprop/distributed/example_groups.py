@@ -30,7 +30,7 @@ class LonelyProcessGroup(ProcessGroup):
     It is also the shortest example of a group: it has three collectives, and the others follow from them.
 
     Raises:
-        UsageError: it is asked for with another rank or size.
+        UsageError: another rank or size was given.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -140,7 +140,7 @@ class WrappedWork(Work):
 
 
 class CountingProcessGroup(WrappedProcessGroup):
-    """Forwards to another group and counts: to see what a program asks of its group.
+    """Forwards to another group and counts: to see how a program uses its group.
 
     Args:
         group: any group.
@@ -199,7 +199,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class FaultyProcessGroup(WrappedProcessGroup):
-    """Forwards to another group, but fails or delays some collectives: to test what a program makes of it.
+    """Forwards to another group, but fails or delays some collectives: to test how a program copes.
 
     A collective that fails is not started on the wrapped group, and its work raises ``InjectedFaultError``. Other ranks
     that started it wait for this one, so most tests let it fail on all ranks. A collective that is delayed starts at

@@ -32,11 +32,11 @@ def size_of(group: dist.ProcessGroup) -> int:
 
 
 def implementer(group: dist.ProcessGroup, collective: str) -> dist.ProcessGroup:
-    """The object to call a collective on: the group, or, if the group leaves it to its backends, one without overrides.
+    """The object to call a collective on: the group, or a plain one with its backends if it does not override it.
 
     If Python calls such a group itself, torch holds the interpreter's lock until the backend has taken the call. A
     thread of Gloo's that releases earlier tensors waits for that lock while it holds the lock of the backend's queue:
-    a deadlock. Torch's own C++ code has no tensors that Python knows of.
+    a deadlock. Torch's own C++ code can't run into it, because its tensors have no Python objects.
     """
     kind = type(group)
     is_overridden = getattr(kind, collective) is not getattr(dist.ProcessGroup, collective)
@@ -86,12 +86,12 @@ def result_of(future: Future[Any]) -> Any:
 
 
 def tensor_of(value: Any) -> torch.Tensor:
-    """The reduced tensor in the value of a future: of a hook, the tensor itself; of a work, a list with it.
+    """The reduced tensor in the value of a future. A hook's future has the tensor itself, a work's future a list of it.
 
     Raises:
         CollectiveError: the value is something else.
-        Exception: the value is this exception. ``Future.set_exception`` stores it there, and what would raise it in
-            ``wait`` gets lost when torch makes a work of the future.
+        Exception: the value is this exception. ``Future.set_exception`` stores it there. The future's own ``wait``
+            raises it, but that of a work that torch made of the future does not.
     """
     if isinstance(value, Exception):
         raise renewed(without_frames(value))

@@ -15,7 +15,7 @@ from farprop.errors import CollectiveError
 
 
 class P2P(Protocol):
-    """What these collectives need of a group. Calls return when they are done."""
+    """The part of a group that these collectives use. Calls return when they are done."""
 
     @property
     def rank(self) -> int: ...
@@ -28,7 +28,7 @@ class P2P(Protocol):
 
 
 def broadcast(group: P2P, tensor: torch.Tensor, root: int) -> None:
-    """Down a binomial tree, in which the root has position 0."""
+    """Broadcast down a binomial tree. The root has position 0."""
     position = (group.rank - root) % group.size
     bit = 1
     while bit < group.size and not position & bit:
@@ -42,7 +42,7 @@ def broadcast(group: P2P, tensor: torch.Tensor, root: int) -> None:
 
 
 def reduce(group: P2P, tensor: torch.Tensor, root: int, reduction: Reduction) -> None:
-    """Up the tree of ``broadcast``. Only the root's tensor changes."""
+    """Reduce up the tree of ``broadcast``. Only the root's tensor changes."""
     position = (group.rank - root) % group.size
     total = tensor.clone(memory_format=torch.contiguous_format)
     reduction.prescale(total)
@@ -61,13 +61,13 @@ def reduce(group: P2P, tensor: torch.Tensor, root: int, reduction: Reduction) ->
 
 
 def allreduce(group: P2P, tensor: torch.Tensor, reduction: Reduction) -> None:
-    """A reduce to rank 0, then a broadcast."""
+    """Reduce to rank 0, then broadcast."""
     reduce(group, tensor, 0, reduction)
     broadcast(group, tensor, 0)
 
 
 def all_to_all(group: P2P, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-    """In each round the ranks form pairs, which exchange."""
+    """In each round, ranks exchange tensors in pairs."""
     for number in range(group.size):
         partner = (number - group.rank) % group.size
         if partner == group.rank:
@@ -106,7 +106,7 @@ def scatter(group: P2P, output: torch.Tensor, inputs: Sequence[torch.Tensor], ro
 
 
 def reduce_scatter(group: P2P, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction) -> None:
-    """An all-to-all, then each rank reduces its part in the order of ranks."""
+    """All-to-all, then each rank reduces its part in the order of ranks."""
     parts = [torch.empty_like(output, memory_format=torch.contiguous_format) for _ in range(group.size)]
     all_to_all(group, parts, inputs)
     for part in parts:

@@ -297,7 +297,7 @@ class ProcessGroup(dist.ProcessGroup):
         return True
 
     def start_coalescing(self) -> None:
-        """Collectives that are called from now on are one work, until :meth:`end_coalescing`.
+        """Make one work of the collectives that are called from now on, until :meth:`end_coalescing`.
 
         Raises:
             UsageError: it was called twice.
@@ -313,8 +313,8 @@ class ProcessGroup(dist.ProcessGroup):
 
             return record
 
-        # Attributes of the object hide the methods of the class. So subclasses override plain methods, and calls cost
-        # nothing more while nothing is coalesced.
+        # Attributes of the object hide the methods of the class. So subclasses override methods as usual, and calls
+        # cost nothing extra while nothing is coalesced.
         self.__dict__.update({name: recording(getattr(self, name)) for name in COLLECTIVES})
 
     def end_coalescing(self) -> Work:

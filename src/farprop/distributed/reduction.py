@@ -64,12 +64,12 @@ class Reduction:
         """The reduction of a ``ReduceOp`` among ``size`` ranks.
 
         Raises:
-            UsageError: the operation is not known.
+            UsageError: there is no such operation.
         """
         # A ReduceOp has a kind; the constants ReduceOp.SUM and so on are kinds already.
         kind: Any = getattr(op, "op", op)
         if kind not in _IN_PLACE:
-            raise UsageError(f"Reductions with {op} are not known. Use one of torch.distributed.ReduceOp.")
+            raise UsageError(f"There is no reduction with {op}. Use one of torch.distributed.ReduceOp.")
         factor = op.factor if kind == ReduceOp.PREMUL_SUM else None  # type: ignore[union-attr]
         return cls(kind, factor, size if kind == ReduceOp.AVG else None)
 

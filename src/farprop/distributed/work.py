@@ -22,7 +22,7 @@ __all__ = ["CoalescedWork", "CompletedWork", "Work", "completed", "work_from_fut
 class Work(dist.Work):
     """A collective that is under way, or done. Whoever runs it calls :meth:`complete` or :meth:`fail`.
 
-    A work that is not done stays alive as long as somebody has its future or waits on it; nobody has to keep it.
+    A work that is not done stays alive while somebody has its future or waits on it. Nobody else has to keep it.
 
     Args:
         future: a future that ends with the collective; without one, the work makes its own.
@@ -37,7 +37,7 @@ class Work(dist.Work):
         uncompiled_methods(cls)
 
     def complete(self, outputs: Sequence[torch.Tensor]) -> None:
-        """End the work well.
+        """End the work successfully.
 
         Args:
             outputs: the tensors that the collective wrote.
@@ -85,11 +85,11 @@ class Work(dist.Work):
         self._is_kept = False
 
     def is_completed(self) -> bool:
-        """Whether the collective has ended, well or not."""
+        """Whether the collective has ended, with or without an error."""
         return self._future.done()
 
     def is_success(self) -> bool:
-        """Whether the collective has ended well."""
+        """Whether the collective has ended without an error."""
         return self._future.done() and self.exception() is None
 
     def exception(self) -> BaseException | None:

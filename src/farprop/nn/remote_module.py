@@ -412,7 +412,7 @@ def _train(module_rref: RRef[nn.Module], mode: bool) -> None:
 
 
 def _exposing(method: str, module_rref: RRef[nn.Module]) -> nn.Module:
-    """The module; in a restricted job raises unless the module exposes this method."""
+    """Return the module. In a restricted job, raise unless the module exposes this method."""
     module = module_rref.local_value()
     current_agent().dialect.method_of(module, method)
     return module

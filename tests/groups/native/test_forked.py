@@ -1,4 +1,4 @@
-"""A child that a rank forks, as data loaders do, is not of its group."""
+"""A child that a rank forks, as data loaders do, is not a rank of its group."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def use_it_in_a_child() -> None:
             os._exit(1)
     os.close(writing)
     with open(reading) as text:
-        assert "forked from rank 1, and is not of its group" in text.read()
+        assert "forked from rank 1, and is not a rank of its group" in text.read()
     os.waitpid(pid, 0)
 
 

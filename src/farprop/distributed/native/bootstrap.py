@@ -1,4 +1,7 @@
-"""How the ranks of a group connect: an entry of each in the store, a proven connection between each two."""
+"""Connects the ranks of a group: each publishes an entry in the store, and every two make one connection.
+
+Connections are dialled, accepted and authenticated as those of calls.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +27,17 @@ from farprop.transport import sockets
 from farprop.transport.shared_memory import SharedMapping, new_shared_memory, receive_with_descriptor, rights
 from farprop.transport.tls import Stream
 
-_HELLO = b"h"  # the first byte of whoever dialled
+_HELLO = b"h"  # the first byte that a rank sends on a connection that it dialled
 
 
 @dataclass
 class GroupConnections:
-    """What connects one rank with the others.
+    """The connections and the shared memory of one rank.
 
     Attributes:
         peers: a connection to every other rank.
         hosts: the ranks of each host.
-        memory: what the ranks of this host share; None if it has one rank.
+        memory: the memory that the ranks of this host share; None if it has one rank.
         wakeup_fds: an eventfd for each rank of this host; empty if it has one rank.
         limits: the largest message that each rank takes, in bytes.
     """
@@ -106,7 +109,7 @@ def _connect_peers(
     def check(identity: bytes) -> Identity:
         peer = Identity.from_bytes(identity)
         if peer not in above or peer.rank in peers:
-            raise AuthenticationError(f"{peer.name} is not one that dials rank {rank} of this group")
+            raise AuthenticationError(f"{peer.name} is not a rank that dials rank {rank} of this group")
         return peer
 
     def admit(stream: Stream, peer: Identity) -> None:
@@ -129,8 +132,8 @@ def _connect_peers(
                 missing = [entry.rank for entry in entries if entry.rank not in peers and entry.rank != rank]
                 raise RendezvousError(f"Rank {rank} met ranks {missing}, but they did not connect to it in time.")
             loop.poll(left)
-        # Nothing may be sent to a rank that dialled before its first byte is here: it would take that for the end of
-        # the handshake.
+        # A rank that dialled may still be in the handshake, and would take what we send for a part of it. Its first
+        # byte says that its handshake is complete.
         for entry in entries[rank + 1 :]:
             if _receive_byte(peers[entry.rank], entry.rank, deadline) != _HELLO:
                 raise RendezvousError(f"Rank {entry.rank} went away while the group was made.")
@@ -197,7 +200,7 @@ def _receive_byte(stream: Stream, source: int, deadline: float) -> bytes:
         try:
             return stream.recv(1)
         except BlockingIOError:
-            pass  # a part of a TLS record
+            pass  # only a part of a TLS record has arrived
         except (OSError, ProtocolError) as error:
             raise RendezvousError(f"Rank {source} was lost while the group was made: {error}") from error
 
@@ -206,4 +209,4 @@ def _await_data(sock: Stream, source: int, deadline: float) -> None:
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-        raise RendezvousError(f"Rank {source} stopped in the middle while the group was made.")
+        raise RendezvousError(f"Rank {source} stopped responding while the group was made.")

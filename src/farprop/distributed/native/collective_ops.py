@@ -1,6 +1,6 @@
-"""The collectives of the backend, between torch's arguments and the algorithms.
+"""Checks the arguments of the backend's collectives, and prepares them for the algorithms.
 
-Bad arguments raise here, before any rank knows of the call: the group can be used afterwards.
+Bad arguments raise here, before any other rank knows of the call. So the group can be used afterwards.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CollectiveOp(NamedTuple):
 
     Attributes:
         fingerprint: a text that has to be the same on every rank.
-        run: does it.
+        run: runs it.
     """
 
     fingerprint: str
@@ -42,7 +42,7 @@ class CollectiveOp(NamedTuple):
 
 
 class Algorithms(Protocol):
-    """How the collectives of a group are done: ``IntraNode`` or ``Hierarchical``. Tensors are flat."""
+    """The algorithms of a group: ``IntraNode`` or ``Hierarchical``. Tensors are flat."""
 
     def barrier(self, call: CollectiveCall) -> None: ...
     def allreduce(self, call: CollectiveCall, tensor: torch.Tensor, reduction: Reduction) -> None: ...
@@ -61,7 +61,7 @@ class CollectiveOps:
     """Checks the arguments of collectives, and makes a ``CollectiveOp`` of each.
 
     Args:
-        algorithms: how collectives are done.
+        algorithms: run the collectives.
         rank: this rank.
         size: the number of ranks.
     """
@@ -146,8 +146,7 @@ class CollectiveOps:
         own = outputs[self._rank]
         if own.numel() != tensor.numel():
             raise UsageError(
-                f"allgather got {describe(tensor)}, but the output for rank {self._rank}, which this is, is "
-                f"{describe(own)}."
+                f"allgather on rank {self._rank} got {describe(tensor)}, but the output for it is {describe(own)}."
             )
 
         def run(call: CollectiveCall) -> None:
@@ -181,8 +180,8 @@ class CollectiveOps:
         check_parts("reduce_scatter", inputs, self._size, output.dtype)
         if inputs[self._rank].numel() != output.numel():
             raise UsageError(
-                f"reduce_scatter got {describe(output)} to write to, but the input for rank {self._rank}, which this "
-                f"is, is {describe(inputs[self._rank])}."
+                f"reduce_scatter on rank {self._rank} got {describe(output)} to write to, but the input for this rank "
+                f"is {describe(inputs[self._rank])}."
             )
 
         def run(call: CollectiveCall) -> None:

@@ -1,4 +1,4 @@
-"""Collectives run one after the other, in the order of the calls."""
+"""Runs the collectives of a group one after the other, in the order of the calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Job = Callable[[], None]
 class CollectiveQueue:
     """Runs the collectives of one group.
 
-    A collective runs in the calling thread if the caller waits for it and nothing is before it. All others run in one
+    A collective runs in the calling thread if the caller waits for it and no other runs or waits. All others run in one
     thread, which the first of them starts.
 
     Args:
@@ -37,7 +37,7 @@ class CollectiveQueue:
         """Run a job in this thread, and raise what it raises.
 
         Returns:
-            Whether it was run; False if something is before it.
+            Whether it was run; False if another job runs or waits.
         """
         with self._changed:
             if self._is_running or self._waiting:
@@ -94,7 +94,7 @@ class CollectiveQueue:
             return self._is_running or bool(self._waiting)
 
     def close(self) -> None:
-        """Run what waits, then end the thread. If a job waits for other ranks, the caller has to make it fail."""
+        """Run the jobs that wait, then end the thread. The caller has to make a job fail that waits for other ranks."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -61,13 +61,13 @@ def unpack(header: bytes | bytearray, max_bytes: int) -> FrameHeader:
 
 
 class FrameHandler(Protocol):
-    """Who gets the frames that a reader reads."""
+    """Receives the frames that a reader has read."""
 
     state: GroupState
     matcher: MessageMatcher
 
     def handle(self, peer: int, kind: FrameKind, text: str) -> None:
-        """A frame without data is here."""
+        """A frame without data has arrived."""
 
 
 class FrameReader:
@@ -104,8 +104,8 @@ class FrameReader:
             Whether the rank sends more; False after its goodbye.
 
         Raises:
-            ProtocolError: what came is no frame.
-            CollectiveError: the rank has sent too much that nobody receives.
+            ProtocolError: the bytes are not a frame.
+            CollectiveError: the rank has sent too many messages that nobody receives.
         """
         self._target = self._target[count:]
         while not len(self._target):
@@ -114,12 +114,12 @@ class FrameReader:
         return True
 
     def abandon(self, error: Exception) -> None:
-        """Nothing more comes: fail the receive whose data has begun to come."""
+        """The connection has ended: fail the receive whose data has arrived in part."""
         if self._message is not None and self._message.recv is not None:
             self._message.recv.finish(error)
 
     def _advance(self) -> bool:
-        """The target is full. Set the next one; False if nothing comes any more."""
+        """The target is full: set the next one. Returns False after the rank's goodbye."""
         if self._message is not None:
             self._handler.matcher.complete(self._message)
             self._begin_frame()

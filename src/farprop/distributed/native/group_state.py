@@ -104,7 +104,7 @@ class GroupState:
             self._consistency.fail_group(why)
 
     def check_wait(self, awaited: Collection[int], call: CollectiveCall) -> None:
-        """Called by a thread that waits for other ranks in a collective, when it looks whether to go on.
+        """Check that a thread that waits for other ranks in a collective may go on waiting.
 
         Raises:
             CollectiveError: the group is broken, one of the ranks has left, or the collective's time is over.

@@ -18,9 +18,9 @@ from farprop.distributed.native.matching import PostedRecv
 from farprop.distributed.native.mesh import Mesh
 from farprop.distributed.reduction import Reduction
 
-# From so many bytes on, each leader reduces a share; below, the number of messages is what counts.
+# From this size on, each leader reduces a share. For smaller tensors, fewer messages are faster.
 _SHARED_REDUCE_BYTES = 64 * 1024
-_PATIENCE = 0.1  # seconds
+_PATIENCE = 0.1  # seconds that a rank waits for a message before it sends its fingerprint to all
 
 
 class _MeshRanks:
@@ -42,7 +42,8 @@ class _MeshRanks:
         buffer = bytes_of(tensor)
         self._mesh.post(PostedRecv(FrameKind.COLLECTIVE, rank, call.number, buffer, None, arrival.on_done))
         if not arrival.done.wait(_PATIENCE):
-            # The rank may have called something else, and wait for us. And at a timeout, others have to know who came.
+            # That rank may have called something else, and wait for us. And if the collective times out, the others
+            # have to know that this rank has called it.
             self._mesh.notify_all(FrameKind.FINGERPRINT, call.fingerprint, _PATIENCE, call.number)
         while not arrival.done.wait(max(0.0, call.deadline - time.monotonic())):
             self._mesh.state.check_wait([rank], call)

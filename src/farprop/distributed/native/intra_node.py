@@ -14,9 +14,9 @@ from farprop.distributed.native.shm_arena import SLOT_BYTES, SLOTS, ShmArena, St
 from farprop.distributed.reduction import Reduction
 from farprop.errors import UsageError
 
-# Up to so many bytes, or with two ranks, one-shot is the fastest: every rank reduces all of the tensor.
+# Up to this size, or with two ranks, one-shot is the fastest: every rank reduces the whole tensor.
 _ONE_SHOT_BYTES = 32 * 1024
-# From so many bytes a rank on, the chain is the fastest.
+# From this size per rank on, the chain is the fastest.
 _CHAIN_BYTES = 512 * 1024
 _MAX_VIEWS = 1024
 
@@ -99,10 +99,10 @@ class IntraNode:
         self._arena.run(call, len(chunks), write, work, read)
 
     def _chain(self, call: CollectiveCall, chunks: Sequence[torch.Tensor], reduction: Reduction) -> None:
-        """A chunk goes along the chain of ranks: in one slot, each accumulates its own chunk. At the end all read it.
+        """A total goes along the chain of ranks: in one slot, each rank adds its chunk to it. At the end all read it.
 
-        That touches the least memory. But the first chunk takes as many steps as there are ranks, so there are at least
-        as many chunks.
+        That touches the least memory. But the first chunk takes as many steps as there are ranks, so the tensor is cut
+        into at least as many chunks.
         """
 
         def slot_of(number: int, slots: list[torch.Tensor]) -> torch.Tensor:
@@ -137,7 +137,7 @@ class IntraNode:
     def scatter(
         self, call: CollectiveCall, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, same: bool = False
     ) -> None:
-        """``same`` says that all inputs are one tensor, of which one copy is enough."""
+        """With ``same``, all inputs are one tensor, which is written once."""
         block = SLOT_BYTES if same else self._block_bytes
         targets = _chunks(output, block)
         sources = [_chunks(tensor, block) for tensor in inputs]
@@ -203,7 +203,7 @@ class IntraNode:
         self._arena.run(call, count, write, read)
 
     def all_to_all(self, call: CollectiveCall, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """Ranks don't know how much the others send to each other, so they exchange the counts first."""
+        """Ranks may send different amounts, so they exchange the counts first."""
         counts = [torch.empty(self.size, dtype=torch.int64) for _ in range(self.size)]
         self.allgather(call, counts, torch.tensor([tensor.numel() for tensor in inputs]))
         for sender, output in enumerate(outputs):

@@ -1,7 +1,7 @@
 """Message matching: incoming messages are matched with posted receives, in the order of each.
 
-As in MPI, there are two queues: receives that were posted before their message came, and *unexpected* messages, which
-came before somebody posted a receive for them.
+As in MPI, there are two queues: receives that were posted before their message arrived, and *unexpected* messages,
+which arrived before a receive for them was posted.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from farprop.wire.frames import room_for
 if TYPE_CHECKING:
     from farprop.distributed.native.framing import FrameKind
 
-# Limits on the unexpected messages of one rank. Programs may send ahead, and so do roots of collectives; but what is
-# over these limits fails the group, because it might never be received.
+# Limits on the unexpected messages of one rank. Programs may send ahead, and so do roots of collectives. More than
+# this breaks the group, because it might never be received.
 _MAX_UNEXPECTED = 1_000_000
 _MAX_UNEXPECTED_BYTES = 1 << 30  # or the largest message that is taken, if that is more
 
@@ -77,13 +77,13 @@ class PostedRecv:
 
 
 class IncomingMessage:
-    """A message whose header is here.
+    """A message whose header has arrived.
 
     Attributes:
         text: the dtype of a message, or the fingerprint of a collective.
         recv: the receive that it was matched with; None while it is unexpected.
         buffer: where its data goes: the receive's buffer, or memory of its own.
-        is_complete: whether all of the data is here.
+        is_complete: whether all of its data has arrived.
     """
 
     def __init__(self, kind: FrameKind, source: int, key: int, text: str, length: int) -> None:
@@ -128,7 +128,7 @@ class MessageMatcher:
             self._deliver(message, recv)
 
     def begin(self, message: IncomingMessage) -> None:
-        """The header of a message is here: match it, and give it a buffer.
+        """The header of a message has arrived: match it, and give it a buffer.
 
         Raises:
             CollectiveError: its rank has sent too many messages that nobody has received.
@@ -161,7 +161,7 @@ class MessageMatcher:
         self._unexpected.append(message)
 
     def complete(self, message: IncomingMessage) -> None:
-        """All of the message's data is here."""
+        """All of the message's data has arrived."""
         with self._lock:
             message.is_complete = True
             recv = message.recv
@@ -176,14 +176,14 @@ class MessageMatcher:
         recv.finish(error)
 
     def cancel(self, recv: PostedRecv, error: Exception) -> None:
-        """End a receive with an error. If its message comes later, it is an unexpected one."""
+        """End a receive with an error. If its message arrives later, it is unexpected."""
         with self._lock:
             if recv in self._posted:
                 self._posted.remove(recv)
         recv.finish(error)
 
     def fail(self, error: Exception, concerns: Callable[[PostedRecv], bool]) -> None:
-        """End all posted receives that ``concerns`` says True of with an error."""
+        """End with an error all posted receives for which ``concerns`` returns True."""
         with self._lock:
             failed = [recv for recv in self._posted if concerns(recv)]
             self._posted = [recv for recv in self._posted if recv not in failed]

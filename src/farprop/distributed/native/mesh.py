@@ -86,7 +86,7 @@ class Mesh:
         if len(data) > self._peer_limits.get(peer, len(data)):
             raise CollectiveError(
                 f"Rank {peer} takes no messages above its FARPROP_MAX_MESSAGE_BYTES={self._peer_limits[peer]}, and "
-                f"rank {self.rank} was to send it {len(data)} bytes. Raise the limit on every rank, or send less."
+                f"rank {self.rank} tried to send it {len(data)} bytes. Raise the limit on every rank, or send less."
             )
         head = memoryview(pack(kind, key, text, len(data)))
         lock = self._send_locks[peer]
@@ -175,7 +175,7 @@ class Mesh:
     # Receiving
 
     def post(self, recv: PostedRecv) -> None:
-        """Post a receive. It ends when its message is here, or can't come any more."""
+        """Post a receive. It ends when its message has arrived, or can't arrive any more."""
         self.matcher.post(recv)
         gone = [peer for peer in self._gone if recv.source in (None, peer)]
         if gone:
@@ -189,7 +189,7 @@ class Mesh:
         except BaseException as error:
             if self._is_closed:
                 return  # a callback, which runs in this thread, has closed the connections
-            # Without this thread neither this rank nor those that wait for it would learn of anything any more.
+            # Without this thread, this rank would not learn of failures, and the others would wait for it.
             for peer in self._sockets:
                 self._on_read_error(peer, error)
 
@@ -219,7 +219,7 @@ class Mesh:
                 self._probe_peers()
 
     def _read(self, peer: int) -> bool:
-        """Read once from a rank; False if nothing more is here, or comes at all."""
+        """Read once from a rank; False if nothing more has arrived, or it has said goodbye."""
         reader = self._readers[peer]
         try:
             count = self._sockets[peer].recv_into(reader.target(), 0, socket.MSG_DONTWAIT)
@@ -230,7 +230,7 @@ class Mesh:
         return reader.received(count)
 
     def _peers_with_more(self) -> set[int]:
-        """Ranks whose TLS has decrypted bytes that nobody has read. They don't make the socket ready."""
+        """Ranks with bytes that TLS has received and nobody has read. Such bytes don't make the socket readable."""
         return {
             peer
             for peer, sock in self._sockets.items()
@@ -238,7 +238,7 @@ class Mesh:
         }
 
     def _on_read_error(self, peer: int, error: BaseException) -> None:
-        """Reading from this rank failed here, and not because of the connection."""
+        """Reading from a rank failed for a reason on this rank, not because of the connection."""
         if type(error) is CollectiveError:
             why = str(error)
         else:
@@ -271,7 +271,7 @@ class Mesh:
             self._end_waits()
 
     def handle(self, peer: int, kind: FrameKind, text: str) -> None:
-        """A frame without data is here; called by the readers."""
+        """A frame without data has arrived; called by the readers."""
         if kind == FrameKind.GOODBYE:
             self.state.on_peer_left(peer)
             self._lose(peer, _LEFT)

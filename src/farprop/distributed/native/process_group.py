@@ -218,7 +218,7 @@ class NativeProcessGroup(ProcessGroup):
     def _reduction(self, opts: Any) -> Reduction:
         op = operation(opts)
         kind: Any = getattr(op, "op", op)
-        if kind == dist.ReduceOp.PREMUL_SUM:  # it has a factor of its own
+        if kind == dist.ReduceOp.PREMUL_SUM:  # each has its own factor
             return super()._reduction(opts)
         if kind not in self._reductions:
             self._reductions[kind] = super()._reduction(opts)
@@ -247,7 +247,7 @@ class NativeProcessGroup(ProcessGroup):
         try:
             op.run(call)
         except BaseException as error:
-            # The other ranks would wait for this one in vain.
+            # Or the other ranks would wait for this one in vain.
             if self._arena is not None:
                 self._arena.withdraw()
             self._mesh.state.fail_local(error)
@@ -260,7 +260,8 @@ class NativeProcessGroup(ProcessGroup):
     def _check_open(self) -> None:
         if self._is_forked:
             raise UsageError(
-                f"This process was forked from rank {self.rank()}, and is not of its group. Have the rank use it."
+                f"This process was forked from rank {self.rank()}, and is not a rank of its group. Use the group in "
+                "the parent process."
             )
         if self._is_closed:
             raise UsageError("This group was destroyed. Make another one with init_process_group or new_group.")
@@ -268,7 +269,7 @@ class NativeProcessGroup(ProcessGroup):
     # The end
 
     def shutdown(self) -> None:
-        """Called by ``destroy_process_group``. Works that are not done yet fail, here and on the other ranks."""
+        """Called by ``destroy_process_group``. Works that are not done fail, here and on the other ranks."""
         with self._close_lock:
             if self._is_closed:
                 return
@@ -294,7 +295,7 @@ class NativeProcessGroup(ProcessGroup):
             self._arena.close()
 
     def abort(self) -> None:
-        """Have the other ranks give up, too, whatever they do."""
+        """Break the group: collectives that run fail on every rank. Then close it here."""
         if not self._is_closed:
             self._mesh.state.fail_local(UsageError("the group was aborted"))
             self.shutdown()
@@ -343,13 +344,13 @@ class _RecvWork(Work):
 
 @atexit.register
 def _leave_at_exit() -> None:
-    """A program that ends without destroy_process_group has left, and not died."""
+    """Tell the other ranks that a program that ends without destroy_process_group has left, and has not died."""
     for group in list(_open_groups):
         group.leave()
 
 
 def _after_fork_in_child() -> None:
-    """A forked child is not a rank. If it kept the connections open, nobody would notice when its parent dies."""
+    """A forked child is not a rank. If it kept the connections open, nobody would notice its parent's death."""
     for group in list(_open_groups):
         if not group._is_closed:
             group.abandon()

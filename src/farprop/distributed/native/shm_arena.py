@@ -28,13 +28,13 @@ SLOT_BYTES = 1 << 20
 _CACHE_LINE = 64  # bytes; each counter has a line to itself, so that writers don't slow each other down
 _PAGE = 4096
 _FINGERPRINT_BYTES = 1024
-# Waking a sleeping process takes longer than looking a few times. Each look offers the processor to somebody else. If
-# somebody takes it that costs as much as sleeping, so ranks that don't have a processor each look less often.
+# Waking a sleeping process takes longer than checking a few times. Each check yields the processor. If another process
+# takes it, that costs as much as sleeping, so ranks that don't have a processor each check less often.
 _SPINS, _FEW_SPINS = 200, 20
 _WITHDRAWN = -1  # in place of the number of steps done
 
 Stage = Callable[[int, list[torch.Tensor]], None]
-"""What a rank does with a chunk in one step, given the chunk's number and the slots of all ranks for it."""
+"""What a rank does with a chunk in one step. It gets the chunk's number, and the slots of all ranks for it."""
 
 
 def arena_bytes(ranks: int) -> int:
@@ -108,7 +108,7 @@ class ShmArena:
             stages: what this rank does in each stage; None for nothing.
 
         Raises:
-            CollectiveError: the group broke, or another rank did not come in time.
+            CollectiveError: the group broke, or a rank did not join in time.
         """
         self._publish_fingerprint(call)
         first = self._steps
@@ -125,13 +125,13 @@ class ShmArena:
                     self._compare_fingerprints(call, first % SLOTS)
 
     def barrier(self, call: CollectiveCall) -> None:
-        """A step in which nothing is done."""
+        """Take a step in which nothing is written or read."""
         self._publish_fingerprint(call)
         self._step(call)
         self._compare_fingerprints(call, (self._steps - 1) % SLOTS)
 
     def withdraw(self) -> None:
-        """This rank has failed: ranks that come later must not read its slots."""
+        """This rank has failed in a collective: ranks that join it later must not read its slots."""
         self._done[self.local_rank] = _WITHDRAWN
 
     def wake(self) -> None:
@@ -150,7 +150,7 @@ class ShmArena:
         own[: len(call.encoded)] = call.encoded
 
     def _compare_fingerprints(self, call: CollectiveCall, slot: int) -> None:
-        """Compare those of one step. They stay until the step after the next."""
+        """Compare the fingerprints of all ranks. They stay in the slot until the step after the next."""
         own = call.encoded
         for rank in self._others:
             theirs = self._fingerprints[rank][slot]
@@ -165,8 +165,9 @@ class ShmArena:
         """Publish that this rank has done another step, and wait until all have."""
         self._steps += 1
         self._done[self.local_rank] = self._steps
-        # A rank that goes to sleep says so and looks again; a rank that is done says so and looks who sleeps. Each has
-        # to see what the other said, so a store must be seen before the load behind it: a lock is such a fence.
+        # A rank that goes to sleep stores that, then loads who is done. A rank that is done stores that, then loads who
+        # sleeps. One of them has to see the other, so each store must be visible before the load that follows it.
+        # Taking a lock is a fence between the two.
         with self._fence:
             pass
         for rank in self._others:
@@ -189,7 +190,7 @@ class ShmArena:
             with self._fence:
                 pass
             while self._must_wait():
-                # A rank that has withdrawn reports that itself; a timeout is due to those that have not come.
+                # A rank that has withdrawn reports its failure itself. A timeout is due to those that have not come.
                 late = [rank for rank in self._others if _WITHDRAWN < self._done[rank] < self._steps]
                 self._state.check_wait([self.ranks[rank] for rank in late or self._others], call)
                 self._poll.poll(max(1.0, (call.deadline - time.monotonic()) * 1000))

@@ -57,7 +57,7 @@ class GradAttribute:
 
 
 class ContextGradients:
-    """A distributed pass: gradients are in its context, whose tensors are never written to, so copies are stored."""
+    """A distributed pass: gradients are in its context. Its tensors are never written to, so copies are stored."""
 
     def __init__(self, running: LocalPass) -> None:
         self._pass = running

@@ -1,4 +1,4 @@
-"""The module's state across ranks: checking that all have the same parameters, and copying those of one rank."""
+"""Keeps the module the same on all ranks: checks that the parameters fit, and copies the values of one rank to all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters were used: found in the graph of this rank, and agreed on by all ranks."""
+"""Finds out which parameters were used: in the graph of this rank, and on any rank."""
 
 from __future__ import annotations
 
