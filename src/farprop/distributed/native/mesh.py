@@ -113,6 +113,7 @@ class Mesh:
         sock = self._sockets[peer]
         selector = None
         has_begun = False
+        why_cut_off = "it was slow when the group broke"
         try:
             while parts or (isinstance(sock, TlsSocket) and sock.unsent):
                 try:
@@ -123,6 +124,7 @@ class Mesh:
                         selector.register(sock, selectors.EVENT_WRITE)
                     left = deadline - time.monotonic()
                     if left <= 0:
+                        why_cut_off = "it did not take what was sent in time"
                         raise self._slow(peer) from None
                     if (failure := self._failure_of(kind)) is not None:
                         raise renewed(failure) from None
@@ -130,11 +132,9 @@ class Mesh:
                     continue
                 has_begun = True
                 parts = unsent(parts, sent)
-        except CollectiveError as error:
+        except CollectiveError:
             if has_begun:
-                is_late = isinstance(error, CollectiveTimeoutError)
-                why = "it did not take what was sent in time" if is_late else "it was slow when the group broke"
-                self._mark_lost(peer, why)
+                self._mark_lost(peer, why_cut_off)
             raise
         except OSError as error:
             self._mark_lost(peer, f"can't send to it: {error}")
