@@ -78,7 +78,8 @@ def other_models(rank: int, size: int) -> None:
                     right.zero_grad()
                     ddp(share(inputs(size, number), rank)).mean().backward()
                     right(inputs(size, number)).mean().backward()
-                    assert_gradients(ours, right)
+                    # In Mixed, the gradients in double precision are made of activations in single precision.
+                    assert_gradients(ours, right, 1e-6 if make is Mixed else 1e-10)
 
 
 @pytest.mark.parametrize("size", SIZES)
