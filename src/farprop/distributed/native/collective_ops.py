@@ -146,7 +146,8 @@ class CollectiveOps:
         own = outputs[self._rank]
         if own.numel() != tensor.numel():
             raise UsageError(
-                f"allgather on rank {self._rank} got {describe(tensor)}, but the output for it is {describe(own)}."
+                f"allgather got {describe(tensor)}, but the output for rank {self._rank} (this rank) is "
+                f"{describe(own)}."
             )
 
         def run(call: CollectiveCall) -> None:
@@ -180,7 +181,7 @@ class CollectiveOps:
         check_parts("reduce_scatter", inputs, self._size, output.dtype)
         if inputs[self._rank].numel() != output.numel():
             raise UsageError(
-                f"reduce_scatter on rank {self._rank} got {describe(output)} to write to, but the input for this rank "
+                f"reduce_scatter got {describe(output)} to write to, but the input for rank {self._rank} (this rank) "
                 f"is {describe(inputs[self._rank])}."
             )
 
