@@ -88,7 +88,7 @@ class TensorPipeAgent(RpcAgent):
     ) -> None:
         dialect = PICKLES
         if restricted or Settings.from_env().restricted:
-            from farprop.rpc import restricted as mode  # imports msgspec, which other jobs don't need
+            from farprop.rpc import restricted as mode  # the codec of restricted jobs, which others don't need
 
             mode.check_options(rpc_backend_options.device_maps)
             mode.refuse_object_collectives()

@@ -34,7 +34,6 @@ from farprop.rpc.invocations import create
 from farprop.rpc.options import checked_timeout
 from farprop.rpc.rref import RRef, T
 from farprop.runtime import agent_registry, profiling
-from farprop.runtime import agent_registry as current
 from farprop.runtime.agent import Agent
 from farprop.runtime.agent_registry import current_agent
 from farprop.runtime.dynamo_disable import uncompiled
@@ -70,7 +69,7 @@ PyRRef = RRef
 GenericWithOneTypeVar: Any = Generic[T]  # type: ignore[index]
 
 _get_current_rpc_agent = current_agent
-_is_current_rpc_agent_set = current.is_agent_set
+_is_current_rpc_agent_set = agent_registry.is_agent_set
 
 
 def _require_initialized(func: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -122,11 +121,11 @@ def _reset_gathers() -> None:
 
 
 def _set_and_start_rpc_agent(agent: Any) -> None:
-    current.set_agent(agent)
+    agent_registry.set_agent(agent)
 
 
 def _reset_current_rpc_agent() -> None:
-    current.reset_agent()
+    agent_registry.reset_agent()
 
 
 # Workers

@@ -214,7 +214,8 @@ def set_keepalive(sock: Stream) -> None:
     """Have the kernel close the connection when the other host has vanished. Unix sockets need nothing."""
     if sock.family == socket.AF_UNIX:
         return
-    # A host that vanished is detected within a minute even if nobody calls it.
+    # A host that vanished is detected even if nobody calls it. Linux closes the connection after TCP_USER_TIMEOUT, not
+    # after the keepalives, if both are set: 122 s were measured.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # The last one, in milliseconds, is for a host that vanished while data was in flight to it.
     options = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6), ("TCP_USER_TIMEOUT", 120_000))
