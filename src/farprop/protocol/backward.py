@@ -212,11 +212,11 @@ class BackwardStateMachine:
         return self._next()
 
     def start_unshared(self, source: int) -> Sequence[Target] | None:
-        """The gradients of a source arrived; the fast path for graphs in which every unit has one source.
+        """The gradients of a source arrived; the short cut for graphs in which every unit has one source.
 
         Returns:
             The targets. The caller runs the unit of the source, then passes its share on with ``passed_on``, or with
-            ``done_with`` if there are no targets. None if the fast path does not apply: call ``on_gradient`` instead.
+            ``done_with`` if there are no targets. None if the short cut does not apply: call ``on_gradient`` instead.
         """
         if not self._nothing_shared or self.failed or source not in self.sources or source in self._arrived:
             return None

@@ -14,10 +14,10 @@ from farprop.distributed.native.shm_arena import SLOT_BYTES, SLOTS, ShmArena, St
 from farprop.distributed.reduction import Reduction
 from farprop.errors import UsageError
 
-# Up to this size, or with two ranks, one-shot is the fastest: every rank reduces the whole tensor.
-_ONE_SHOT_BYTES = 32 * 1024
 # From this size per rank on, the chain is the fastest.
 _CHAIN_BYTES = 512 * 1024
+# Below it, up to this size or with two ranks, one-shot is the fastest: every rank reduces the whole tensor.
+_ONE_SHOT_BYTES = 32 * 1024
 _MAX_VIEWS = 1024
 
 

@@ -5,7 +5,7 @@ Rules that hold here:
 - A pass's state machine is touched under the pass's lock; graphs run and messages are sent outside of it.
 - The thread that reports an event to the machine performs the actions that the machine returns, and those that follow
   from them. No thread waits for another, except for the thread that called ``backward``.
-- A source that shares no nodes with others takes a fast path (``start_unshared``) at the top of ``_start`` and
+- A source that shares no nodes with others takes a short cut (``start_unshared``) at the top of ``_start`` and
   ``on_gradients``. All other cases use the machine's actions and ``_perform``.
 """
 

@@ -72,7 +72,7 @@ class LocalPass:
         self.keep_graph = keep_graph
         self.anomaly = anomaly
         self.lock = _new_lock()
-        self.partners: set[int] = set()  # ranks of the workers that gradients were sent to
+        self.partners: set[int] = set()  # ranks of the workers that gradients were exchanged with
         plan = self._plan = context.plan(roots, again=keep_graph)
         self._roots = roots
         self.machine = BackwardStateMachine(own_rank, pass_id.origin, fast, plan.units, frozenset(plan.sources))
@@ -84,10 +84,10 @@ class LocalPass:
     # A source that shares nothing with others
 
     def start_unshared(self, source: int) -> Sequence[Target] | None:
-        """Begin the fast path for a source that shares no nodes with others.
+        """Begin the short cut for a source that shares no nodes with others.
 
         Returns:
-            The targets of its gradients; the caller then calls ``run_unshared``. None if the fast path does not apply:
+            The targets of its gradients; the caller then calls ``run_unshared``. None if the short cut does not apply:
             the caller stores the gradients with ``store``, and performs the machine's actions.
         """
         if self.anomaly or profiler_enabled():
