@@ -2,11 +2,11 @@
 
 from datetime import timedelta
 
-from farprop.runtime.agent import DEFAULT_RPC_TIMEOUT, AgentOptions
+from farprop.runtime import agent
 
-_DEFAULT_RPC_TIMEOUT_SEC: float = DEFAULT_RPC_TIMEOUT
+_DEFAULT_RPC_TIMEOUT_SEC: float = agent.DEFAULT_RPC_TIMEOUT
 _DEFAULT_INIT_METHOD: str = "env://"
-_DEFAULT_NUM_WORKER_THREADS: int = AgentOptions.num_worker_threads
+_DEFAULT_NUM_WORKER_THREADS: int = agent.AgentOptions.num_worker_threads
 _UNSET_RPC_TIMEOUT: float = -1.0
 
 DEFAULT_RPC_TIMEOUT_SEC: float = _DEFAULT_RPC_TIMEOUT_SEC
