@@ -24,6 +24,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from farprop.errors import ProtocolError
+
 ROOTS = 0  # the source for the gradients of the roots; other sources are autograd message ids, which are never 0
 
 
@@ -332,25 +334,25 @@ class BackwardStateMachine:
             return [Ended()]
         if self.fast:
             return [Stuck(tuple(blocked))]
-        return [Survey()] if self._used is None else self._release()
+        return [Survey()] if self._used is None else self._release(self._used)
 
     def on_surveyed(self, used: Mapping[int, frozenset[int]]) -> list[PassAction]:
         """The survey has found the sends that the roots reach, by worker."""
         if self.failed or self.ended:
             return []
         self._used = used
-        return self._release()
+        return self._release(used)
 
-    def _release(self) -> list[PassAction]:
+    def _release(self, used: Mapping[int, frozenset[int]]) -> list[PassAction]:
         """Release the blocked workers that have not been released. The gradients that they send may block others."""
-        assert self._used is not None
         blocked = [worker for worker in self._blocked_workers() if worker not in self._released]
-        assert blocked, "all blocked workers have been released, and nothing runs"
+        if not blocked:
+            raise ProtocolError("All blocked workers of a backward pass have been released, and one is still blocked.")
         self._released.update(blocked)
         credits = self._recovered.split(len(blocked))
         self._recovered = NONE
         return [
-            Release(worker, self._used.get(worker, frozenset()), CreditShare(credit, {}))
+            Release(worker, used.get(worker, frozenset()), CreditShare(credit, {}))
             for worker, credit in zip(blocked, credits, strict=True)
         ]
 
