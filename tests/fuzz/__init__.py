@@ -1,3 +1,3 @@
-"""What reads bytes of others, each as a target that bytes can be thrown at: ``tests.security.test_fuzzing`` does so for
-a moment, ``make fuzz`` for as long as it is told.
+"""Fuzz targets: each parser that reads bytes from a peer. ``tests.security.test_fuzzing`` runs them briefly,
+``make fuzz`` for as long as you like.
 """

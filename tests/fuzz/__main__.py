@@ -1,7 +1,7 @@
-"""``make fuzz``: each target for so many seconds, one after the other, and a table of what came of it.
+"""``make fuzz``: runs each target for some seconds, one after the other, and prints a table of the results.
 
-Inputs that were found worth keeping, and those that failed, stay under ``build/fuzz``. One that failed becomes a test
-in ``tests/security/test_fuzzing.py`` when its cause is mended.
+The corpus and the inputs that failed are kept under ``build/fuzz``. When the cause of a failure is fixed, its input
+becomes a test in ``tests/security/test_fuzzing.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.fuzz.targets import TARGETS, seeds
 
 DIRECTORY = Path("build/fuzz")
 LONGEST_INPUT = 100_000
-SLOWEST = 10  # seconds for one input: more is taken for a hang
+SLOWEST = 10  # seconds for one input; more counts as a hang
 MOST_MEMORY = 1024  # MiB; torch takes 300 to 400 of them
 
 

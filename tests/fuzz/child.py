@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz.child TARGET [libFuzzer's arguments]``: throws inputs at one target until told to stop."""
+"""``python -m tests.fuzz.child TARGET [libFuzzer's arguments]``: fuzzes one target."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The targets. Each takes bytes and returns, or raises what nobody should see: typed errors are what is expected, and
-are caught. What is written here is what a peer can send; the farprop modules are imported when a target is made, so
-that they can be instrumented, and that one which is missing does not keep the others from running.
+"""The targets. Each takes bytes that a peer can send. It catches the typed errors that are expected; any other error is
+a bug. A target imports its farprop modules when it is made: so they can be instrumented, and a missing one does not
+stop the others.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any
 
 Target = Callable[[bytes], None]
 
-CAP = 1 << 30  # much more than an input has: what is announced must not be allocated
+CAP = 1 << 30  # far more than any input has: announced sizes must not be allocated
 
 
 def frames() -> Target:
-    """The stream of calls: the first byte says in what pieces the rest comes."""
+    """The stream of calls. The first byte selects the size of the pieces that the rest is read in."""
     from farprop.errors import ProtocolError
     from farprop.wire.frames import FrameReader
 
@@ -40,7 +40,7 @@ def frames() -> Target:
 
 
 def messages() -> Target:
-    """What stands in front of pickles, and instead of them; the first byte says which."""
+    """The heads of messages, and payloads that are not pickles. The first byte selects the parser."""
     from farprop.errors import ProtocolError
     from farprop.protocol.backward import WHOLE
     from farprop.wire.message import CONTEXT, GradientAnswer, Message, PassHead, unpack_operations, unpack_share
@@ -59,10 +59,10 @@ def messages() -> Target:
     def share(data: bytes) -> None:
         credit, statuses = unpack_share(data)
         assert len(statuses) <= len(data)
-        # What a pass does with it.
+        # As a pass uses it.
         whole = credit.plus(WHOLE)
         assert not credit.parts or sum(s.parts for s in whole.split(3)) >= whole.parts
-        whole.is_whole  # noqa: B018 - that it takes no memory is what counts
+        whole.is_whole  # noqa: B018 - it must not allocate much memory
 
     def head(data: bytes) -> None:
         found = PassHead.parse(data)
@@ -87,7 +87,7 @@ def messages() -> Target:
 
 
 def group_frames() -> Target:
-    """What one rank of a group sends to another one."""
+    """The frames that one rank of a group sends to another."""
     from farprop.distributed.native.framing import FrameKind, FrameReader
     from farprop.distributed.native.group_state import GroupState
     from farprop.distributed.native.matching import MessageMatcher, PostedRecv
@@ -130,7 +130,7 @@ def group_frames() -> Target:
 
 
 def handshake() -> Target:
-    """What a stranger says to the end that accepted the connection, and to the one that dialled."""
+    """The bytes that an unauthenticated peer sends to a listener or to a dialer. The first byte selects which."""
     from farprop.errors import AuthenticationError, ProtocolError
     from farprop.protocol.handshake import REFUSED, DialerHandshake, ListenerHandshake
 
@@ -153,7 +153,7 @@ def handshake() -> Target:
 
 
 def roster() -> Target:
-    """What stands in the store, signed or not, and who a peer says it is."""
+    """Values of the store, signed or not, and the identity that a peer sends."""
     from farprop.errors import ProtocolError, RendezvousError
     from farprop.protocol.roster import Entry, Identity, decision_from_json
     from farprop.protocol.signing import CALLS, Keys
@@ -171,7 +171,7 @@ def roster() -> Target:
 
 
 def data_codec() -> Target:
-    """The data of restricted mode. The first byte says of what kind it is, the second how much of it is a buffer."""
+    """The data of restricted mode. The first byte selects the decoder, the second the length of the buffer."""
     from farprop.errors import FarpropError
     from farprop.wire.data_codec import decode_call, decode_value
     from farprop.wire.message import FAST
@@ -193,7 +193,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
 
 
 def seeds(name: str) -> list[bytes]:
-    """Inputs to start from: without them it takes long to find what is nearly right."""
+    """Inputs to start from: without them, the fuzzer takes long to find inputs that are nearly valid."""
     import torch
 
     from farprop.distributed.native import framing as groups
