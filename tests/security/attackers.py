@@ -44,7 +44,7 @@ class Store:
             found = [key for key in self.store.list_keys() if key.endswith(f"/{name}")]
             if found:
                 return str(found[0])
-            time.sleep(0.005)  # the store tells nobody of new keys
+            time.sleep(0.005)  # the store has no notification of new keys
         raise AssertionError(f"no worker has set {name}")
 
     def get(self, name: str) -> bytes:
@@ -57,8 +57,8 @@ class Store:
 
 
 class Proxy:
-    """Sits between a dialer and ``target``. ``change(direction, number, data)`` says what becomes of bytes that pass:
-    direction "there" or "back", and the number of bytes that passed in it before. Everything is recorded.
+    """A proxy between a dialer and ``target`` that records everything. ``change(direction, number, data)`` returns the
+    bytes to pass on: direction is "there" or "back", number counts the bytes that passed in it before.
     """
 
     def __init__(self, target: Address, change: Callable[[str, int, bytes], bytes | None] | None = None) -> None:
@@ -123,8 +123,8 @@ class Proxy:
 
 
 class TlsRelay(Proxy):
-    """Ends TLS on both sides, with a certificate of its own, and passes on what is inside: it reads and could change
-    everything, if the workers let it.
+    """Terminates TLS on both sides with its own certificate and relays the plaintext: it could read and change
+    everything if the workers accepted it.
     """
 
     def serve(self, dialer: socket.socket) -> None:

@@ -11,7 +11,7 @@ import torch
 import farprop.rpc as rpc
 from farprop.runtime.agent_registry import current_agent
 
-CALLED: list[str] = []  # what ran here that must not
+CALLED: list[str] = []  # forbidden functions that ran on this worker
 
 
 @rpc.expose

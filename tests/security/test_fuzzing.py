@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 
 from tests.fuzz.targets import TARGETS, seeds
 
-# What was found, and is mended.
-FOUND = {
-    # A share of a credit of 2 to the minus two thousand million: to look whether it is all would have taken 267 MB.
+# Inputs that once failed.
+REGRESSIONS = {
+    # A credit share of 2 to the power of minus two billion: to compare it with the whole would have taken 267 MB.
     ("messages", b"\2\5\0\0\x85\1\0\2\0\3\1\0\2\0\0\0\1\7\0\t\0\0\0\0"),
     ("messages", b"\2\xff\xff\xff\xff\1\0\0\0\3"),
-    # A context's head that is longer than the message.
+    # A context head that is longer than the message.
     ("messages", b"\1" + bytes(20) + b"\xff\0\0\0"),
 }
 NAMES = [name for name in TARGETS if name != "data_codec" or importlib.util.find_spec("farprop.wire.data_codec")]
 
 
 @contextmanager
-def little_memory() -> Iterator[None]:
+def limited_memory() -> Iterator[None]:
     """Limits the process to 200 MiB more than it uses now. Beyond that, it gets a MemoryError, which fails the test."""
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
@@ -38,7 +38,7 @@ def little_memory() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_anything(name: str) -> None:
+def test_random_bytes(name: str) -> None:
     run = TARGETS[name]()
 
     @settings(max_examples=300, deadline=None)
@@ -50,7 +50,7 @@ def test_anything(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_nearly_right(name: str) -> None:
+def test_mutated_seeds(name: str) -> None:
     """Valid inputs with some bytes changed, removed or repeated."""
     run = TARGETS[name]()
     change = st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255), st.sampled_from(["set", "cut", "twice"]))
@@ -72,7 +72,7 @@ def test_what_is_nearly_right(name: str) -> None:
     check()
 
 
-@pytest.mark.parametrize(("name", "data"), sorted(FOUND))
-def test_what_was_found(name: str, data: bytes) -> None:
-    with little_memory():
+@pytest.mark.parametrize(("name", "data"), sorted(REGRESSIONS))
+def test_regressions(name: str, data: bytes) -> None:
+    with limited_memory():
         TARGETS[name]()(data)

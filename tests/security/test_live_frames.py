@@ -18,21 +18,21 @@ pytestmark = pytest.mark.one_transport
 NAMES = (b"builtins:abs", b"", b"\xff", b"no.such:thing", b"builtins:", b":", b"a:b:c")
 
 
-def _made_up(chance: random.Random) -> bytes:
-    """Random messages that pass the header's checks, or nearly do."""
+def _random_message(chance: random.Random) -> bytes:
+    """A random message that passes, or nearly passes, the checks of the header."""
     flags = 0
     for flag in (SYSTEM, PROFILED, FAST, REFS, REMOTE, CONTEXT):
         flags |= flag * (chance.random() < 0.3)
     meta = b""
     if flags & REFS and chance.random() < 0.7:
-        # Of the worker itself, of worker 1, which is who we say that we are, and of nobody.
+        # Owned by the worker itself, by worker 1 (the identity that we use), and by nobody.
         forks = [
-            Fork(chance.choice([0, 1, 77]), _made_up_id(chance), _made_up_id(chance), chance.random() < 0.9)
+            Fork(chance.choice([0, 1, 77]), _random_id(chance), _random_id(chance), chance.random() < 0.9)
             for _ in range(chance.choice([0, 1, 1, 2, 20]))
         ]
         meta += pack_forks(forks)
     if flags & REMOTE and chance.random() < 0.7:
-        fork = Fork(chance.choice([0, 1, 77]), _made_up_id(chance), _made_up_id(chance), False)
+        fork = Fork(chance.choice([0, 1, 77]), _random_id(chance), _random_id(chance), False)
         meta += pack_fork(fork) + chance.choice([b"\0\0", b"\3\0abc", b"\xff\xff", b""])
     if flags & CONTEXT:
         meta += chance.randbytes(chance.choice([0, 10, 24, 30]))
@@ -42,12 +42,12 @@ def _made_up(chance: random.Random) -> bytes:
     return pack(kind, flags, chance.getrandbits(64), chance.choice([0.0, 1e-9, 5.0]), chance.choice(NAMES), meta, table)
 
 
-def _made_up_id(chance: random.Random) -> GlobalId:
+def _random_id(chance: random.Random) -> GlobalId:
     return GlobalId(chance.choice([0, 1]), chance.getrandbits(40))
 
 
-def test_made_up_messages_of_a_proven_peer() -> None:
-    # What it was told about references that nobody has stays with it, so nothing is checked at the end.
+def test_worker_survives_random_messages_of_an_authenticated_peer() -> None:
+    # The worker keeps state for references that nobody has, so leaks are not checked at the end.
     with cluster(2, check=False) as c:
         serves(c)
         before = memory(c.pid(0))
@@ -56,7 +56,7 @@ def test_made_up_messages_of_a_proven_peer() -> None:
             with proven(c) as connection:
                 try:
                     for _ in range(chance.choice([1, 5, 50])):
-                        connection.sendall(_made_up(chance))
+                        connection.sendall(_random_message(chance))
                 except ConnectionError:
                     pass
         serves(c)

@@ -39,7 +39,7 @@ pack = msgspec.msgpack.encode
 def _job() -> Iterator[Cluster]:
     with cluster(3, env={"FARPROP_RESTRICTED": "1"}, options={"rpc_timeout": 10}, check=False) as job:
         for rank in range(3):
-            assert job.run(rank, _imported, "farprop.optim")  # and all that this module imports
+            assert job.run(rank, _imported, "farprop.optim")  # imports this module, with all that it needs
         yield job
         job.kill(ATTACKER)
         _serves(job)  # also without the attacker
@@ -112,7 +112,7 @@ def _send_pickles(path: str) -> list[Any]:
     return said
 
 
-def test_pickles(job: Cluster, tmp_path: Path) -> None:
+def test_pickles_are_never_loaded(job: Cluster, tmp_path: Path) -> None:
     path = tmp_path / "boom"
     for kind, text in job.run(ATTACKER, _send_pickles, str(path)):
         assert kind in (0, FAILURE) or text == "it answered", text  # a remote() is answered before it has run
@@ -173,7 +173,7 @@ def _imported(module: str) -> bool:
     return module in sys.modules
 
 
-def test_names_that_are_not_exposed(job: Cluster, tmp_path: Path) -> None:
+def test_names_that_are_not_exposed_are_refused(job: Cluster, tmp_path: Path) -> None:
     path = tmp_path / "boom"
     for kind, text in job.run(ATTACKER, _send_names, str(path)):
         assert kind == FAILURE
@@ -182,14 +182,14 @@ def test_names_that_are_not_exposed(job: Cluster, tmp_path: Path) -> None:
     assert not job.run(VICTIM, _imported, "this")
 
 
-def _value_of_the_victim() -> Any:
+def _counter_on_the_victim() -> Any:
     job_counter = rpc.remote("worker0", f.Counter, (5,))
     job_counter.rpc_sync().add(0)
     return job_counter
 
 
-def _reach_into_values() -> list[tuple[int, str]]:
-    counter = _value_of_the_victim()
+def _invoke_hidden_methods() -> list[tuple[int, str]]:
+    counter = _counter_on_the_victim()
     rref = counter._record.rref
     said = []
     for method in ("reset", "__init__", "__class__", "__dict__", "__reduce_ex__", "__getattribute__", "__setattr__",
@@ -202,8 +202,8 @@ def _reach_into_values() -> list[tuple[int, str]]:
     return said
 
 
-def test_methods_that_are_not_exposed(job: Cluster) -> None:
-    for kind, text in job.run(ATTACKER, _reach_into_values):
+def test_methods_that_are_not_exposed_are_refused(job: Cluster) -> None:
+    for kind, text in job.run(ATTACKER, _invoke_hidden_methods):
         assert kind == FAILURE
         assert text.startswith(("NotExposedError", "ProtocolError")), text
 
@@ -235,10 +235,10 @@ def test_helpers_call_nothing_that_is_not_exposed(job: Cluster) -> None:
     assert said == [*refused, "ValueError", "NotExposedError", "ProtocolError", "ProtocolError"]
 
 
-# In the name of others
+# Impersonation
 
 
-def _speak_for_others() -> list[tuple[int, str]]:
+def _impersonate_others() -> list[tuple[int, str]]:
     agent = current_agent()
     names = ("worker0", "worker1", "worker2")
     calls: list[tuple[str, tuple[Any, ...]]] = [
@@ -268,12 +268,12 @@ def _call_as_system() -> Any:
     return agent.dialect.decode_value(answer.payload, answer.buffers, answer.flags)
 
 
-def test_a_call_is_not_past_the_limits_because_its_sender_says_so(job: Cluster) -> None:
+def test_system_flag_does_not_exempt_a_call_from_the_limits(job: Cluster) -> None:
     assert job.run(ATTACKER, _call_as_system) == 1
 
 
-def test_workers_speak_for_themselves_alone(job: Cluster) -> None:
-    for kind, text in job.run(ATTACKER, _speak_for_others):
+def test_impersonating_another_worker_is_a_protocol_error(job: Cluster) -> None:
+    for kind, text in job.run(ATTACKER, _impersonate_others):
         assert kind == FAILURE
         assert text.startswith("ProtocolError"), text
 
@@ -287,7 +287,7 @@ def _ids() -> list[int]:
     return [*(own.rref.local_id for own in references if own is not None), *contexts]
 
 
-def test_references_and_contexts_can_not_be_guessed(job: Cluster) -> None:
+def test_reference_and_context_ids_cannot_be_guessed(job: Cluster) -> None:
     first, second, one_context, other_context = job.run(VICTIM, _ids)
     assert min(first, second, abs(first - second)) > 1 << 32
     assert abs(one_context - other_context) > 1 << 20
@@ -326,14 +326,14 @@ def _send_bad_data() -> list[tuple[int, str]]:
     ]
 
 
-def test_data_that_makes_no_sense(job: Cluster) -> None:
+def test_invalid_data_is_refused(job: Cluster) -> None:
     for kind, text in job.run(ATTACKER, _send_bad_data):
         assert kind == FAILURE
         assert text.startswith(("ProtocolError", "NotExposedError")), text
 
 
-def _send_at_random(seed: int) -> set[str]:
-    """Everything at once: names, flags, heads, arguments of any type."""
+def _send_random_messages(seed: int) -> set[str]:
+    """Random names, flags, heads, and arguments of any type."""
     chance = random.Random(seed)
     names = [ECHO, *_INTERNAL]
 
@@ -345,7 +345,7 @@ def _send_at_random(seed: int) -> set[str]:
 
     said = set()
     for _ in range(400):
-        # Those that may wait for something that never comes are not asked to, and shutdown is not either.
+        # Leave out methods that may wait forever.
         name = chance.choice(names)
         if name in (Method.FETCH.value, Method.REF_BACKWARD.value) or b"_gather" in name:
             continue
@@ -359,8 +359,8 @@ def _send_at_random(seed: int) -> set[str]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_anything_at_all(job: Cluster, seed: int) -> None:
-    said = job.run(ATTACKER, _send_at_random, seed)
+def test_random_messages_cause_no_internal_error(job: Cluster, seed: int) -> None:
+    said = job.run(ATTACKER, _send_random_messages, seed)
     assert "ProtocolError" in said
     assert not said & {"AssertionError", "AttributeError", "SystemError", "MemoryError"}, said
 
@@ -398,7 +398,7 @@ def _send_gradients() -> list[tuple[int, str]]:
     return said
 
 
-def test_gradients_that_do_not_fit(job: Cluster) -> None:
+def test_invalid_gradients_are_refused(job: Cluster) -> None:
     said = job.run(ATTACKER, _send_gradients)
     assert sum(kind == FAILURE for kind, _ in said) >= 40
     assert job.run(BYSTANDER, _gradient_of_weigh) == [1, 1, 1]
@@ -427,7 +427,7 @@ def _answer_with_garbage(seed: int, heads: bool) -> None:
     server._dialect = server._dialect._replace(encode_failure=garbage, encode_value=garbage)
 
 
-def _answer_as_before() -> None:
+def _stop_answering_with_garbage() -> None:
     server, dialect = current_agent()._server, current_agent().dialect
     server._encode_value, server._dialect = dialect.encode_value, dialect
 
@@ -450,9 +450,9 @@ def _calls_that_get_garbage() -> set[str]:
 
 
 @pytest.mark.parametrize("heads", [False, True])
-def test_answers_that_make_no_sense(job: Cluster, heads: bool) -> None:
+def test_garbage_answers_raise_typed_errors(job: Cluster, heads: bool) -> None:
     job.run(ATTACKER, _answer_with_garbage, 1, heads)
     said = job.run(VICTIM, _calls_that_get_garbage)
-    job.run(ATTACKER, _answer_as_before)
+    job.run(ATTACKER, _stop_answering_with_garbage)
     assert said <= {"typed", "a value"}, said
     assert "typed" in said

@@ -30,7 +30,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_a_header_alone_takes_no_memory(bomb: str) -> None:
+def test_announced_sizes_allocate_no_memory(bomb: str) -> None:
     with cluster(2) as c:
         with proven(c) as connection:
             serves(c)
@@ -52,7 +52,7 @@ def _bytes_expected() -> int:
     return sum(len(piece) for piece in pieces if piece is not None)
 
 
-def test_what_there_is_no_memory_for_is_an_error_of_its_connection() -> None:
+def test_failed_allocation_is_a_protocol_error() -> None:
     data = HEADER.pack(REQUEST, 0, 0, 0, 0, 1, 0.0, 1 << 60)
     reader = FrameReader(1 << 62)
     reader.target[: len(data)] = data
@@ -62,7 +62,7 @@ def test_what_there_is_no_memory_for_is_an_error_of_its_connection() -> None:
         room_for(1 << 70)
 
 
-def test_a_message_that_a_rank_announces_takes_no_memory() -> None:
+def test_announced_message_of_a_rank_allocates_no_memory() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         mesh = Mesh(0, {1: ours}, 2 * GIB, lambda: None)
@@ -76,7 +76,7 @@ def test_a_message_that_a_rank_announces_takes_no_memory() -> None:
             mesh.close()
 
 
-def test_a_message_that_there_is_no_memory_for_loses_its_rank_and_no_thread() -> None:
+def test_failed_allocation_loses_the_rank_but_not_the_mesh_thread() -> None:
     ours, theirs = socket.socketpair()
     news = threading.Event()
     with theirs:

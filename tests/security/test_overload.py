@@ -43,21 +43,21 @@ def _send_many(count: int, argument: Any) -> None:
     _futures.extend(rpc.rpc_async("worker0", f.identity, (argument,)) for _ in range(count))
 
 
-def _are_refused(argument: Any) -> None:
+def _expect_refusals(argument: Any) -> None:
     with pytest.raises(OverloadedError):
         rpc.rpc_sync("worker0", f.identity, (argument,))
     _references.append(rpc.remote("worker0", f.identity, (argument,)))
     own = rpc.RRef(torch.ones(1))
     with pytest.raises(OverloadedError):
         rpc.rpc_sync("worker0", f.identity, ((own, argument),))
-    # Farprop's own business goes on.
+    # System calls still run.
     message = encode_call(None, (5,), {})
     message.name, message.flags = b"_operator:neg", message.flags | SYSTEM
     answer = current_agent().peers.connect(0, 10).call_sync(message, 10)
     assert answer.kind == ANSWER
 
 
-def _was_not_made() -> None:
+def _expect_no_value() -> None:
     with pytest.raises(OverloadedError):
         _references.pop().to_here()
 
@@ -82,13 +82,13 @@ def test_requests_over_the_limit_are_refused_at_once_and_the_others_run(limit: s
     with cluster(3, {"FARPROP_TRANSPORT": transport}, options={"num_worker_threads": 1}) as c:
         c.run(0, _set_limits, 100, 1 << 40 if limit == "number" else 50_500_000)
         c.run(1, _send_many, 200, argument)
-        c.run(1, _are_refused, argument)
+        c.run(1, _expect_refusals, argument)
         if limit == "number":
-            # The limit is for each caller. This one waits, as ever.
+            # The limit is per caller, so another caller's request waits as usual.
             other = c.start(2, rpc.rpc_sync, "worker0", f.add, (1,))
         c.run(0, f.open_gate)
         done, refused = c.run(1, _outcomes)
-        c.run(1, _was_not_made)
+        c.run(1, _expect_no_value)
         if limit == "number":
             assert other.result() == 2
             assert 100 <= done <= 102
@@ -102,8 +102,8 @@ def test_requests_over_the_limit_are_refused_at_once_and_the_others_run(limit: s
         assert c.run(1, rpc.rpc_sync, "worker0", f.add, (1,)) == 2
 
 
-def test_a_caller_that_reads_no_answers_is_not_read_either_and_the_others_are_served() -> None:
-    # Each is of 16 kilobytes, and asks for a megabyte.
+def test_worker_stops_reading_from_a_caller_that_reads_no_answers() -> None:
+    # Each request has 16 kB, and its answer 1 MB.
     request = pack(REQUEST, 0, 1, 0.0, b"_operator:mul", pickle.dumps(((bytes(1 << 14), 64), {})))
     with cluster(2, {"FARPROP_TLS": "0"}) as c:
         serves(c)
@@ -114,13 +114,13 @@ def test_a_caller_that_reads_no_answers_is_not_read_either_and_the_others_are_se
             with pytest.raises(TimeoutError):
                 while sent < 200 << 20:
                     sent += connection.send(request[sent % len(request) :])
-            assert sent < 50 << 20  # what the system holds, and what was read before the answers were too many
+            assert sent < 50 << 20  # the socket buffers, and the requests read before too many answers were pending
             serves(c)
             assert c.run(0, _outboxes) < waiting.MOST_UNREAD + (50 << 20)
             assert memory(c.pid(0)) - before < 300 << 20
-            # Now it reads: everything comes after all, in spite of what was held back.
+            # When it reads, all answers arrive, also those of requests that were held back.
             connection.settimeout(60)
-            _take(connection, 200 << 20)
+            _receive(connection, 200 << 20)
             serves(c)
         _until(c, _nothing_waits)
 
@@ -129,7 +129,7 @@ def _outboxes() -> int:
     return sum(connection.outbox_bytes for connection in current_agent()._accepted.all())
 
 
-def _take(connection: Stream, count: int) -> None:
+def _receive(connection: Stream, count: int) -> None:
     room = bytearray(1 << 20)
     while count > 0:
         got = connection.recv_into(room)
@@ -147,7 +147,7 @@ def _large(count: int) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.uint8)
 
 
-def test_a_message_that_the_receiver_does_not_take_is_an_error_that_says_whose_limit_it_is() -> None:
+def test_error_for_an_oversized_message_names_the_worker_that_limits_it() -> None:
     limits = [{}, {"FARPROP_MAX_MESSAGE_BYTES": "1000000"}]
     with cluster(2, limits) as c:
         whose = "larger than FARPROP_MAX_MESSAGE_BYTES=1000000 of worker1, which does not take it"

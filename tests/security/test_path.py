@@ -47,7 +47,7 @@ def count() -> int:
     return next(_count)
 
 
-def _lead_through(job: Cluster, proxy: Proxy) -> None:
+def _route_through(job: Cluster, proxy: Proxy) -> None:
     """From now on worker 0 reaches worker 1 through the proxy."""
     job.run(0, redirect, {job.run(1, own_entry).tcp: proxy.address})
 
@@ -57,12 +57,12 @@ def tcp(request: pytest.FixtureRequest) -> dict[str, str]:
     return {"FARPROP_TRANSPORT": "tcp", "FARPROP_TLS": request.param}
 
 
-def test_who_listens_reads_nothing(tcp: dict[str, str]) -> None:
+def test_eavesdropper_reads_nothing_with_tls(tcp: dict[str, str]) -> None:
     """Without TLS the attacker reads everything, which shows that the test listens at the right place."""
     with cluster(2, tcp) as job:
         proxy = Proxy(job.run(1, own_entry).tcp)
         with closing_all(proxy):
-            _lead_through(job, proxy)
+            _route_through(job, proxy)
             assert job.run(0, rpc.rpc_sync, "worker1", f.identity, (MARKER,)) == MARKER
             job.shutdown()
         for direction in ("there", "back"):
@@ -71,7 +71,7 @@ def test_who_listens_reads_nothing(tcp: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("direction", ["there", "back"])
-def test_who_changes_a_bit_loses_the_connection(direction: str) -> None:
+def test_altered_bit_breaks_the_connection(direction: str) -> None:
     with cluster(2, {"FARPROP_TRANSPORT": "tcp"}) as job:
         is_on = [False]
 
@@ -89,7 +89,7 @@ def test_who_changes_a_bit_loses_the_connection(direction: str) -> None:
 
 def _call_while_attacked(job: Cluster, proxy: Proxy, is_on: list[bool]) -> Any:
     """The outcome of a call while the proxy interferes. Calls before and after it succeed."""
-    _lead_through(job, proxy)
+    _route_through(job, proxy)
     assert job.run(0, call_or_say, "worker1") == 2
     is_on[0] = True
     said = job.run(0, call_or_say, "worker1")
@@ -98,7 +98,7 @@ def _call_while_attacked(job: Cluster, proxy: Proxy, is_on: list[bool]) -> Any:
     return said
 
 
-def test_who_injects_a_request_has_it_run_only_without_tls(tcp: dict[str, str], tmp_path: Path) -> None:
+def test_injected_request_runs_only_without_tls(tcp: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "ran"
     meta = pickle.dumps(((str(path),), {}), 5)
     request = pack(REQUEST, 0, 1 << 40, 0.0, b"tests.security.attackers:touch", meta)
@@ -117,47 +117,47 @@ def test_who_injects_a_request_has_it_run_only_without_tls(tcp: dict[str, str], 
     assert path.exists() == (tcp["FARPROP_TLS"] == "0")
 
 
-def test_a_recorded_connection_played_again_runs_nothing(tcp: dict[str, str]) -> None:
+def test_replayed_connection_runs_nothing(tcp: dict[str, str]) -> None:
     with cluster(2, tcp) as job:
         address = job.run(1, own_entry).tcp
         proxy = Proxy(address)
         with closing_all(proxy):
-            _lead_through(job, proxy)
+            _route_through(job, proxy)
             assert job.run(0, rpc.rpc_sync, "worker1", count) == 1
             recorded = bytes(proxy.recorded["there"])
             with socket.create_connection(address) as again:
                 again.settimeout(20)
                 with pytest.raises((ConnectionError, StopIteration)):
                     again.sendall(recorded)
-                    next(iter(_all(again)))
+                    next(iter(_read_to_end(again)))
                     raise ConnectionResetError
             assert job.run(0, rpc.rpc_sync, "worker1", count) == 2
             job.shutdown()
 
 
-def _all(sock: socket.socket) -> Iterator[bytes]:
+def _read_to_end(sock: socket.socket) -> Iterator[bytes]:
     received = b""
     while data := sock.recv(4096):
         received += data
     yield received
 
 
-def test_a_relay_that_ends_tls_on_both_sides_is_found_out() -> None:
+def test_relay_that_terminates_tls_is_detected() -> None:
     with cluster(2, {"FARPROP_TRANSPORT": "tcp"}) as job:
         relay = TlsRelay(job.run(1, own_entry).tcp)
         with closing_all(relay):
-            _lead_through(job, relay)
+            _route_through(job, relay)
             said = job.run(0, call_or_say, "worker1")
             assert re.search("AuthenticationError: worker1 closed the connection.*changed or relayed", said), said
             assert relay.connections
-            assert b"FARPROP" in relay.recorded["there"]  # he saw the handshake, and could not use it
+            assert b"FARPROP" in relay.recorded["there"]  # the relay saw the handshake, but could not use it
             job.run(0, redirect, {})
             assert job.run(0, call_or_say, "worker1") == 2
             job.shutdown()
 
 
-def test_a_dial_that_is_led_to_another_worker_is_refused(tcp: dict[str, str]) -> None:
-    """Also to the one that dials: then all that it says comes back to itself."""
+def test_dial_redirected_to_another_worker_is_refused(tcp: dict[str, str]) -> None:
+    """Also a dial redirected to the dialing worker itself, which then talks to itself."""
     with cluster(3, tcp) as job:
         addresses = [job.run(rank, own_entry).tcp for rank in range(3)]
         for rank in (0, 2):
@@ -168,15 +168,15 @@ def test_a_dial_that_is_led_to_another_worker_is_refused(tcp: dict[str, str]) ->
         assert job.run(0, call_or_say, "worker1") == 2
 
 
-def _answer_plainly(where: str, _: int, data: bytes) -> bytes:
+def _answer_without_tls(where: str, _: int, data: bytes) -> bytes:
     return b"FARPROP\n\3\0" + os.urandom(32) if where == "back" else data
 
 
-def test_somebody_who_speaks_without_tls_to_a_dialer_that_has_it_is_refused() -> None:
+def test_dialer_with_tls_refuses_an_answer_without_tls() -> None:
     with cluster(2, {"FARPROP_TRANSPORT": "tcp"}) as job:
-        proxy = Proxy(job.run(1, own_entry).tcp, _answer_plainly)
+        proxy = Proxy(job.run(1, own_entry).tcp, _answer_without_tls)
         with closing_all(proxy):
-            _lead_through(job, proxy)
+            _route_through(job, proxy)
             assert "ProtocolError: no TLS connection could be made" in job.run(0, call_or_say, "worker1")
             job.run(0, redirect, {})
             assert job.run(0, call_or_say, "worker1") == 2
@@ -190,7 +190,7 @@ def test_somebody_who_speaks_without_tls_to_a_dialer_that_has_it_is_refused() ->
         ({"FARPROP_INSECURE": "1", "FARPROP_SECRET": None}, "different secrets|worker0 has no FARPROP_SECRET"),
     ],
 )
-def test_less_security_on_one_side_alone_is_refused_by_both(one: dict[str, str | None], says: str) -> None:
+def test_weaker_security_on_one_worker_is_refused_by_both(one: dict[str, str | None], says: str) -> None:
     attacked = Store()
     shared = {**attacked.environment, "FARPROP_TRANSPORT": "tcp", "FARPROP_SECRET": "8f14e45fceea167a5a36dedd4bea2543"}
     with processes(2, [shared, {**shared, **one}], check=False) as job:
@@ -205,7 +205,7 @@ def _with_certificates(authority: CertificateAuthority, name: str) -> dict[str, 
     return {"FARPROP_TRANSPORT": "tcp", **files}
 
 
-def test_certificates_of_ones_own_are_asked_for_beside_the_secret(tmp_path: Path) -> None:
+def test_own_certificates_are_required_in_addition_to_the_secret(tmp_path: Path) -> None:
     ours, other = CertificateAuthority(tmp_path, "ours"), CertificateAuthority(tmp_path, "other")
     with cluster(2, [_with_certificates(ours, f"worker{rank}") for rank in range(2)]) as job:
         assert job.run(0, call_or_say, "worker1") == job.run(1, call_or_say, "worker0") == 2
@@ -242,7 +242,7 @@ def _destroy() -> None:
     dist.destroy_process_group()
 
 
-def _lead_group_through(job: Cluster, store: Store, proxy_type: type[Proxy], change: Any = None) -> Proxy:
+def _route_group_through(job: Cluster, store: Store, proxy_type: type[Proxy], change: Any = None) -> Proxy:
     """Start rank 0, find its address, and have rank 1 dial it through a proxy."""
     first = job.start(0, join_group_or_say, 0)
     value = store.get("worker/0").decode()
@@ -255,10 +255,10 @@ def _lead_group_through(job: Cluster, store: Store, proxy_type: type[Proxy], cha
     return proxy
 
 
-def test_who_listens_to_a_group_reads_nothing(tcp: dict[str, str]) -> None:
+def test_eavesdropper_on_a_group_reads_nothing_with_tls(tcp: dict[str, str]) -> None:
     store = Store()
     with processes(2, {**store.environment, **tcp}) as job:
-        proxy = _lead_group_through(job, store, Proxy)
+        proxy = _route_group_through(job, store, Proxy)
         with closing_all(proxy):
             assert (job.run(1, join_group_or_say, 1), job.first.result()) == ("", "")  # type: ignore[attr-defined]
             other = job.start(0, _reduce_or_say, 0)
@@ -289,10 +289,10 @@ class _Sliced:
             time.sleep(0.005)  # so that each piece arrives by itself
 
 
-def test_a_group_is_made_over_a_slow_path() -> None:
+def test_group_forms_over_a_slow_path() -> None:
     store = Store()
     with processes(2, {**store.environment, "FARPROP_TRANSPORT": "tcp"}) as job:
-        proxy = _lead_group_through(job, store, Slicer)
+        proxy = _route_group_through(job, store, Slicer)
         with closing_all(proxy):
             assert (job.run(1, join_group_or_say, 1), job.first.result()) == ("", "")  # type: ignore[attr-defined]
             ends = [job.start(rank, _destroy) for rank in range(2)]
@@ -300,7 +300,7 @@ def test_a_group_is_made_over_a_slow_path() -> None:
                 end.result()
 
 
-def test_who_swaps_what_a_group_sends_breaks_it() -> None:
+def test_altered_group_traffic_breaks_the_group() -> None:
     """In an earlier version, the pickle of ``broadcast_object_list`` could be replaced in transit."""
     store = Store()
     is_on = [False]
@@ -309,7 +309,7 @@ def test_who_swaps_what_a_group_sends_breaks_it() -> None:
         return data[:-8] + bytes(8) if where == "back" and is_on[0] and len(data) > 8 else data
 
     with processes(2, {**store.environment, "FARPROP_TRANSPORT": "tcp"}, check=False) as job:
-        proxy = _lead_group_through(job, store, Proxy, swap)
+        proxy = _route_group_through(job, store, Proxy, swap)
         with closing_all(proxy):
             assert (job.run(1, join_group_or_say, 1), job.first.result()) == ("", "")  # type: ignore[attr-defined]
             is_on[0] = True
@@ -322,14 +322,14 @@ def test_who_swaps_what_a_group_sends_breaks_it() -> None:
 def _join_with_another_rank(rank: int) -> str:
     """Its entry in the store is valid, but the identity that it sends when it dials is not."""
 
-    def dialling(identity: Identity, *args: Any) -> Dialer:
+    def dialer_with_wrong_rank(identity: Identity, *args: Any) -> Dialer:
         return Dialer(identity._replace(rank=5), *args)
 
-    endpoint.Dialer = dialling  # type: ignore[misc, assignment]
+    endpoint.Dialer = dialer_with_wrong_rank  # type: ignore[misc, assignment]
     return join_group_or_say(rank)
 
 
-def test_a_wrong_rank_with_the_right_key_is_refused_by_a_group(tcp: dict[str, str]) -> None:
+def test_group_refuses_a_wrong_rank_with_the_right_key(tcp: dict[str, str]) -> None:
     store = Store()
     with processes(2, {**store.environment, **tcp}, check=False) as job:
         first = job.start(0, join_group_or_say, 0)
@@ -340,10 +340,10 @@ def test_a_wrong_rank_with_the_right_key_is_refused_by_a_group(tcp: dict[str, st
             first.result()
 
 
-def test_a_relay_in_the_path_of_a_group_is_found_out() -> None:
+def test_relay_in_the_path_of_a_group_is_detected() -> None:
     store = Store()
     with processes(2, {**store.environment, "FARPROP_TRANSPORT": "tcp"}, check=False) as job:
-        relay = _lead_group_through(job, store, TlsRelay)
+        relay = _route_group_through(job, store, TlsRelay)
         with closing_all(relay):
             said = job.run(1, join_group_or_say, 1)
             assert re.search("AuthenticationError: rank0 closed the connection.*changed or relayed", said), said

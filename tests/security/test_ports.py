@@ -24,7 +24,7 @@ from tests.support.peers import dial_as, hangs_up, own_entry, own_keys
 from tests.support.workers import cluster
 
 SLOW = 1500
-# What a slow peer sends of its first message: nothing, a part of TLS's, a part of farprop's.
+# The part of the first message that a slow peer sends: nothing, some of TLS's, some of farprop's.
 BEGINNINGS = [b"", b"\x16\x03\x01\x02\x00\x01", b"FARPROP"]
 
 
@@ -38,7 +38,7 @@ def many_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def _unproven() -> int:
+def _pending_handshakes() -> int:
     return len(current_agent()._accepted._acceptor._pending)
 
 
@@ -48,7 +48,7 @@ def _rss() -> int:
 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
-def test_slow_peers_keep_nobody_out(many_files: None, kind: str) -> None:
+def test_slow_peers_do_not_block_other_workers(many_files: None, kind: str) -> None:
     with cluster(2, {"FARPROP_TRANSPORT": "tcp"} if kind == "tcp" else None, check=False) as job, ExitStack() as held:
         entry, other, keys = job.run(0, own_entry), job.run(1, own_entry), job.run(0, own_keys)
         before = job.run(0, _rss)
@@ -62,10 +62,10 @@ def test_slow_peers_keep_nobody_out(many_files: None, kind: str) -> None:
             except ConnectionError:
                 pass  # dropped already
             if number % 300 == 0:
-                # Calls go on, and a worker that comes now gets in.
+                # Calls still work, and a new worker can connect.
                 assert job.run(1, rpc.rpc_sync, "worker0", f.add, (number,)) == number + 1
                 dial_as(other.identity, keys, entry, kind).close()
-        assert job.run(0, _unproven) <= 256
+        assert job.run(0, _pending_handshakes) <= 256
         assert job.run(1, rpc.rpc_sync, "worker0", f.add, (1,)) == 2
         assert job.run(0, _rss) - before < 100 << 20
 
@@ -82,7 +82,7 @@ class Trickle:
         self._ended = threading.Event()
         self.entry = Entry(
             "worker1", 1, 2, "x", self._tcp.getsockname(), self.name if kind == "unix" else "",
-            Dialer(ME, KEYS, True, Settings()).net, "here", 1, False,
+            Dialer(OWN_IDENTITY, KEYS, True, Settings()).net, "here", 1, False,
         )  # fmt: skip
         self.was_cut = False
         self._thread = threading.Thread(target=self._run, args=(self._unix if kind == "unix" else self._tcp, kind))
@@ -109,7 +109,7 @@ class Trickle:
         self._tcp.close()
 
 
-ME = Identity("worker0", 0, "mine", 1 << 20)
+OWN_IDENTITY = Identity("worker0", 0, "mine", 1 << 20)
 KEYS = Keys(b"k" * 32, "job", CALLS)
 
 
@@ -120,11 +120,11 @@ def _trickling(kind: str) -> Iterator[Trickle]:
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp", "tls"])
-def test_a_listener_that_trickles_holds_a_dial_no_longer_than_its_deadline(kind: str) -> None:
+def test_dial_of_a_trickling_listener_ends_at_its_deadline(kind: str) -> None:
     with _trickling(kind) as listener:
-        dialling = Dialer(ME, KEYS, kind == "unix", Settings(tls=kind == "tls"))
+        our_dialer = Dialer(OWN_IDENTITY, KEYS, kind == "unix", Settings(tls=kind == "tls"))
         with pytest.raises(UnresponsiveError, match="does not answer"):
-            dialling.dial(listener.entry, time.monotonic() + 1.0)
+            our_dialer.dial(listener.entry, time.monotonic() + 1.0)
     assert listener.was_cut  # while it had thousands of bytes left
 
 
@@ -135,7 +135,7 @@ def _key_updates(tls: TlsSocket, count: int) -> bytes:
     if not paths:
         pytest.skip("OpenSSL is not a library of its own here")
     openssl = ctypes.CDLL(paths[0])
-    # The connection is behind the object's head and one pointer, in all CPythons so far.
+    # In all CPythons so far, the connection follows the object header and one pointer.
     connection = ctypes.c_void_p.from_address(id(tls._tls._sslobj) + 24)
     for _ in range(count):
         if openssl.SSL_key_update(connection, 1) != 1:
@@ -144,7 +144,7 @@ def _key_updates(tls: TlsSocket, count: int) -> bytes:
     return bytes(tls._outgoing.read())
 
 
-def test_a_stranger_that_asks_for_new_keys_for_ever_is_dropped() -> None:
+def test_unauthenticated_peer_that_keeps_requesting_key_updates_is_dropped() -> None:
     """A TLS handshake needs no secret, and each one costs the worker time and memory."""
     with cluster(2, {"FARPROP_TRANSPORT": "tcp"}) as job:
         with socket.create_connection(job.run(0, own_entry).tcp) as sock:
@@ -159,5 +159,5 @@ def test_a_stranger_that_asks_for_new_keys_for_ever_is_dropped() -> None:
             except ConnectionError:
                 pass
             assert hangs_up(sock)
-        assert job.run(0, _unproven) == 0
+        assert job.run(0, _pending_handshakes) == 0
         assert job.run(1, rpc.rpc_sync, "worker0", f.add, (1,)) == 2

@@ -29,7 +29,7 @@ def _lines() -> int:
     return _Count.lines
 
 
-def test_many_refusals_are_few_lines() -> None:
+def test_many_refusals_log_few_lines() -> None:
     with cluster(2) as c:
         c.run(0, _start_counting)
         for _ in range(200):

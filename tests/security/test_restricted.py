@@ -115,7 +115,7 @@ def _values() -> None:
         rpc.rpc_sync("worker1", "tests.security.functions:Point", (13,))
 
 
-def test_values_of_all_kinds() -> None:
+def test_values_of_all_kinds_round_trip() -> None:
     _in_job(_values)
 
 
@@ -138,7 +138,7 @@ def _refusals() -> None:
         rpc.rpc_sync("worker1", f.add, (1,))
 
 
-def test_anything_else_is_refused() -> None:
+def test_other_functions_are_refused() -> None:
     _in_job(_refusals)
 
 
@@ -158,7 +158,7 @@ def _failures() -> None:
         rpc.remote("worker1", f.fail, ("value",)).to_here()
 
 
-def test_failures_travel_as_type_and_text() -> None:
+def test_failures_are_sent_as_type_and_text() -> None:
     _in_job(_failures)
 
 
@@ -217,7 +217,7 @@ def _split_learning() -> list[float]:
     return losses
 
 
-def _alone() -> list[float]:
+def _train_in_one_process() -> list[float]:
     halves = [f.Half(4, 8), f.Half(8, 1)]
     optimizer = torch.optim.SGD([p for half in halves for p in half.parameters()], lr=0.5)
     torch.manual_seed(0)
@@ -233,9 +233,9 @@ def _alone() -> list[float]:
     return losses
 
 
-def test_training_without_a_pickle_learns_the_same_as_alone() -> None:
+def test_restricted_training_gives_the_same_losses_as_one_process() -> None:
     losses = _in_job(_split_learning, 3)
-    assert losses == pytest.approx(_alone(), rel=1e-4)
+    assert losses == pytest.approx(_train_in_one_process(), rel=1e-4)
     assert losses[-1] < losses[0]
 
 
@@ -290,7 +290,7 @@ def _collectives(rank: int, path: str) -> None:
     rpc.shutdown()
 
 
-def test_process_groups_move_tensors_and_unpickle_nothing(tmp_path: Path) -> None:
+def test_process_groups_send_tensors_and_unpickle_nothing(tmp_path: Path) -> None:
     run_workers(_collectives, 2, (str(tmp_path / "store"),))
 
 
@@ -309,7 +309,7 @@ def _start_or_say(rank: int, modes: list[bool], world_size: int | None) -> str:
     return "joined"
 
 
-def test_all_workers_are_restricted_or_none() -> None:
+def test_mix_of_restricted_and_unrestricted_workers_is_refused() -> None:
     said = run_workers(_start_or_say, 2, ([True, False], 2))
     assert all("worker0 is in restricted mode, and worker1 is not" in text for text in said)
     assert all("restricted=True to init_rpc on every worker" in text for text in said)
@@ -332,7 +332,7 @@ def _join_after_another(rank: int) -> str:
     return "joined"
 
 
-def test_who_joins_a_restricted_job_later_has_to_be_restricted() -> None:
+def test_unrestricted_worker_cannot_join_a_restricted_job_later() -> None:
     first, second = run_workers(_join_after_another, 2)
     assert first == "joined"
     assert "worker0 is in restricted mode, and worker1 is not" in second

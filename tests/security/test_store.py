@@ -23,7 +23,7 @@ from tests.support.raw_messages import pack
 from tests.support.workers import Cluster, processes
 
 
-def _led_to(value: bytes, address: Any) -> bytes:
+def _with_address(value: bytes, address: Any) -> bytes:
     """An entry with another address and the old signature, if it has one."""
     signature, brace, text = value.partition(b"{")
     fields = json.loads(brace + text)
@@ -35,7 +35,7 @@ def _shut_down() -> None:
     rpc.shutdown(graceful=False)
 
 
-def _say_own_name(rank: int) -> Any:
+def _ask_peer_for_its_name(rank: int) -> Any:
     said = start_or_say(rank)
     if said:
         return said
@@ -52,22 +52,22 @@ class Injector(Proxy):
         )
 
     def _inject(self, direction: str, before: int, data: bytes) -> bytes:
-        # Its first two messages are the dialer's part of the handshake, and the first one has 42 bytes.
+        # The dialer's first two messages are the handshake, and the first one has 42 bytes.
         return self._request + data if direction == "there" and before > 42 else data
 
 
-def test_a_relay_through_a_poisoned_store_gets_nothing_to_run(tmp_path: Path) -> None:
+def test_relay_address_in_a_poisoned_store_is_not_used(tmp_path: Path) -> None:
     """An attack that ran code on both workers in an earlier version: worker 1's entry has the attacker's address."""
     attacked = Store()
     path = tmp_path / "ran"
     with processes(2, attacked.environment, check=False) as job:
-        second = job.start(1, _say_own_name, 1)
+        second = job.start(1, _ask_peer_for_its_name, 1)
         value = attacked.get("worker/1")
         target = tuple(json.loads(value[value.index(b"{") :])["tcp"])
         relay = Injector(target, path)
         with closing_all(relay):
-            attacked.set("worker/1", _led_to(value, relay.address))
-            said = job.run(0, _say_own_name, 0), second.result()
+            attacked.set("worker/1", _with_address(value, relay.address))
+            said = job.run(0, _ask_peer_for_its_name, 0), second.result()
             for text in said:
                 assert re.search("RendezvousError.*'worker/1' in the store is not signed|have different secrets|"
                                  "share no secret", str(text)), text  # fmt: skip
@@ -75,23 +75,21 @@ def test_a_relay_through_a_poisoned_store_gets_nothing_to_run(tmp_path: Path) ->
     assert not path.exists()
 
 
-def test_a_poisoned_verdict_is_refused(tmp_path: Path) -> None:
+def test_forged_decision_is_refused(tmp_path: Path) -> None:
     """Rank 1 waits for rank 0's decision, and gets a forged one from an attacker who has read the entries."""
     attacked = Store()
-    said = _what_rank_1_says_to_a_poisoned_verdict(
-        attacked, attacked.environment, start_or_say, name="worker0", unix=""
-    )
+    said = _error_of_rank_1_for_a_forged_decision(attacked, attacked.environment, start_or_say, name="worker0", unix="")
     assert "RendezvousError: 'verdict' in the store is not signed with this job's secret" in said
 
 
-def test_a_poisoned_verdict_is_refused_by_a_process_group() -> None:
+def test_forged_decision_is_refused_by_a_process_group() -> None:
     attacked = Store()
     environment = {**attacked.environment, "FARPROP_TRANSPORT": "tcp"}
-    said = _what_rank_1_says_to_a_poisoned_verdict(attacked, environment, join_group_or_say, name="rank0")
+    said = _error_of_rank_1_for_a_forged_decision(attacked, environment, join_group_or_say, name="rank0")
     assert "'verdict' in the store is not signed with this job's secret" in said
 
 
-def _what_rank_1_says_to_a_poisoned_verdict(
+def _error_of_rank_1_for_a_forged_decision(
     attacked: Store, environment: dict[str, str], join: Callable[[int], str], **first: str
 ) -> str:
     """The forged decision has the attacker's address for rank 0. Rank 1 must not dial it."""
@@ -109,7 +107,7 @@ def _what_rank_1_says_to_a_poisoned_verdict(
     return said
 
 
-def _in_a_dynamic_group(rank: int) -> str:
+def _join_dynamic_group(rank: int) -> str:
     try:
         rpc.init_rpc(f"worker{rank}", rank=rank)
     except RendezvousError as error:
@@ -117,42 +115,42 @@ def _in_a_dynamic_group(rank: int) -> str:
     return ""
 
 
-def _is_served(job: Cluster, caller: int, callee: int) -> None:
+def _assert_served(job: Cluster, caller: int, callee: int) -> None:
     assert job.run(caller, rpc.rpc_sync, f"worker{callee}", f.add, (1,)) == 2
 
 
-def test_a_store_that_turns_bad_harms_no_running_job() -> None:
+def test_poisoned_store_does_not_harm_a_running_job() -> None:
     """Workers of a dynamic group keep reading the store."""
     attacked = Store()
     with processes(3, attacked.environment, check=False) as job:
-        assert [job.run(rank, _in_a_dynamic_group, rank) for rank in range(2)] == ["", ""]
-        _is_served(job, 0, 1)
+        assert [job.run(rank, _join_dynamic_group, rank) for rank in range(2)] == ["", ""]
+        _assert_served(job, 0, 1)
         good = attacked.get("place/2")
-        for bad in (b"", b"gone", b"\xff\xfe" * 50, b"[" * 100_000, _led_to(good, ("127.0.0.1", 9)), b"1e999"):
+        for bad in (b"", b"gone", b"\xff\xfe" * 50, b"[" * 100_000, _with_address(good, ("127.0.0.1", 9)), b"1e999"):
             attacked.set("place/2", bad)
-            _is_served(job, 0, 1)
-            _is_served(job, 1, 0)
+            _assert_served(job, 0, 1)
+            _assert_served(job, 1, 0)
             assert {info.name for info in job.run(0, _infos)} == {"worker0", "worker1"}
-        # A new worker does not come in, and is told what is wrong.
-        assert "'place/2' in the store is not signed" in job.run(2, _in_a_dynamic_group, 2)
+        # A new worker cannot join, and gets an error that says why.
+        assert "'place/2' in the store is not signed" in job.run(2, _join_dynamic_group, 2)
         attacked.set("place/2", good)
-        assert job.run(2, _in_a_dynamic_group, 2) == ""
-        _is_served(job, 2, 1)
+        assert job.run(2, _join_dynamic_group, 2) == ""
+        _assert_served(job, 2, 1)
         attacked.set("places", b"1000000000")
-        _is_served(job, 0, 2)
+        _assert_served(job, 0, 2)
         assert {info.name for info in job.run(0, _infos)} == {"worker0", "worker1", "worker2"}
         for rank in range(3):
             job.run(rank, _shut_down)
 
 
-def test_workers_that_left_before_the_others_came_are_in_nobodys_way() -> None:
+def test_workers_that_left_do_not_block_later_workers() -> None:
     """The last worker to leave removes the found secret. Its values in the store stay signed with it."""
     store = Store()
     with processes(2, store.environment, check=False) as job:
         for _ in range(2):
             for rank in range(2):
-                assert job.run(rank, _in_a_dynamic_group, rank) == ""
-                _is_served(job, rank, rank)
+                assert job.run(rank, _join_dynamic_group, rank) == ""
+                _assert_served(job, rank, rank)
                 job.run(rank, _leave)
 
 
@@ -183,12 +181,12 @@ def test_nonsense_in_the_store_is_a_rendezvous_error(name: str, value: bytes, sa
         assert says in said
 
 
-def test_counters_that_are_no_numbers() -> None:
-    """The store itself hangs up on whoever counts with them."""
+def test_counters_that_are_not_numbers() -> None:
+    """The store closes the connection of a client that increments them."""
     attacked = Store()
     attacked.store.set("rpc_prefix_0/places", "x")
     with processes(1, attacked.environment, check=False) as job:
-        assert "The store failed at 'places'" in job.run(0, _in_a_dynamic_group, 0)
+        assert "The store failed at 'places'" in job.run(0, _join_dynamic_group, 0)
     attacked = Store()
     attacked.store.set("rpc_prefix_0/seen", "x")
     with processes(2, attacked.environment, check=False) as job:
@@ -199,7 +197,7 @@ def test_counters_that_are_no_numbers() -> None:
             job.run(rank, _shut_down)
 
 
-def test_the_store_does_not_say_the_secret() -> None:
+def test_store_does_not_reveal_the_secret() -> None:
     """Neither the secret, nor any value that is the same in two jobs with the same secret."""
     secret = "8f14e45fceea167a5a36dedd4bea2543"
     seen: list[set[bytes]] = []

@@ -56,7 +56,7 @@ def _say_hello(unix: str) -> bytes:
             return b""
 
 
-def test_he_can_t_connect(attacker: Cluster) -> None:
+def test_other_user_cannot_connect(attacker: Cluster) -> None:
     with cluster(2) as job:
         unix = job.run(0, own_entry).unix
         assert _say_hello(unix).startswith(b"FARPROP")  # the same user gets an answer
@@ -75,16 +75,16 @@ def _dial(entry: Entry) -> None:
     current_agent()._dialer.dial(entry, time.monotonic() + 20)
 
 
-def test_nobody_talks_to_a_socket_of_his(attacker: Cluster) -> None:
+def test_socket_of_another_user_is_not_used(attacker: Cluster) -> None:
     name = f"farprop-test-{os.getpid()}-{time.monotonic_ns()}"
     attacker.run(0, _listen, name)
     with cluster(2) as job:
-        led_to_him = dataclasses.replace(job.run(1, own_entry), unix=name)
+        redirected = dataclasses.replace(job.run(1, own_entry), unix=name)
         with pytest.raises(AuthenticationError, match=rf"another user \(uid {NOBODY}\)"):
-            job.run(0, _dial, led_to_him)
+            job.run(0, _dial, redirected)
 
 
-def _look_into(pid: int) -> list[str]:
+def _readable_memory(pid: int) -> list[str]:
     """The ways in which this user can access another process's memory."""
     ways = []
     for path in (f"/proc/{pid}/fd", f"/proc/{pid}/map_files"):
@@ -101,12 +101,12 @@ def _look_into(pid: int) -> list[str]:
     return ways + [name for name in os.listdir("/dev/shm") if "farprop" in name]
 
 
-def test_he_can_t_read_shared_memory_or_the_secret(attacker: Cluster) -> None:
+def test_other_user_cannot_read_shared_memory_or_the_secret(attacker: Cluster) -> None:
     with cluster(2) as job:
         tensor = torch.rand(1_000_000)
         assert torch.equal(job.run(0, rpc.rpc_sync, "worker1", f.identity, (tensor,)), tensor)
-        assert _look_into(job.pid(0))  # for the user himself they are open
-        assert attacker.run(0, _look_into, job.pid(0)) == []
+        assert _readable_memory(job.pid(0))  # the same user can read it
+        assert attacker.run(0, _readable_memory, job.pid(0)) == []
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def shared_directory() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("what", ["directory", "file", "link"])
-def test_he_can_t_stop_a_job_by_taking_its_paths(attacker: Cluster, shared_directory: Path, what: str) -> None:
+def test_other_user_cannot_stop_a_job_by_taking_its_paths(attacker: Cluster, shared_directory: Path, what: str) -> None:
     squatted = shared_directory / f"farprop-{os.geteuid()}"
     if what == "link":
         attacker.run(0, os.symlink, "/", str(squatted))
@@ -133,7 +133,7 @@ def test_he_can_t_stop_a_job_by_taking_its_paths(attacker: Cluster, shared_direc
     assert what != "directory" or not list(squatted.iterdir())
 
 
-def test_a_secret_file_of_his_is_refused(tmp_path: Path) -> None:
+def test_secret_file_of_another_user_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text("8f14e45fceea167a5a36dedd4bea2543")
     file.chmod(0o600)
