@@ -29,7 +29,7 @@ def use():
     for _ in range(5000):
         base = torch.ones(4, requires_grad=True) * 2
         view = base[:2]
-        base.mul_(3)  # the view's node has to be made anew, by whoever wants it first
+        base.mul_(3)  # the next access, on any thread, rebuilds the view's node
         shared.append(view)
         turn.wait()
         view + view
@@ -84,9 +84,9 @@ def _run(program: str) -> None:
     assert done.stdout == "both are done\n", done.stderr
 
 
-def test_a_view_that_another_thread_uses_can_be_sent() -> None:
+def test_view_in_use_by_another_thread_can_be_sent() -> None:
     _run(_VIEW)
 
 
-def test_a_leaf_that_was_sent_can_be_used_by_two_threads_at_once() -> None:
+def test_sent_leaf_can_be_used_by_two_threads_at_once() -> None:
     _run(_LEAF)

@@ -88,28 +88,28 @@ class Worker:
         return self.context.gradients[self.leaf].tolist()
 
 
-def test_who_notices_does_not_undo_what_may_have_ended() -> None:
+def test_failing_worker_undoes_its_gradients_only_when_the_origin_aborts() -> None:
     worker = Worker(origin=0)
     worker.aborter.fail(worker.local, ConnectionLostError("the partner is gone"))
     assert worker.gradient == [7.0, 7.0]
     assert worker.network.calls == [(0, Method.PASS_FAILED)]
     assert worker.aborter.on_abort(0, worker.context.id, *worker.id) == [2]
     assert worker.gradient == [5.0, 5.0]
-    # Asked again, because its answer was lost, it says the same.
+    # A repeated abort, after a lost answer, gets the same answer.
     assert worker.aborter.on_abort(0, worker.context.id, *worker.id) == [2]
     assert worker.gradient == [5.0, 5.0]
 
 
-def test_a_failure_is_told_again() -> None:
+def test_failure_report_is_retried_until_it_reaches_the_origin() -> None:
     worker = Worker(origin=0)
     worker.network.broken[0] = 2
     worker.aborter.fail(worker.local, ValueError("no"))
     assert worker.network.calls == [(0, Method.PASS_FAILED)] * 3
-    worker.aborter.fail(worker.local, ValueError("no"))  # no news
+    worker.aborter.fail(worker.local, ValueError("no"))  # reported already
     assert len(worker.network.calls) == 3
 
 
-def test_the_origin_asks_who_can_be_reached_and_whom_they_know() -> None:
+def test_abort_follows_the_workers_that_each_worker_knows() -> None:
     worker = Worker(origin=ME)
     worker.network.knows = {2: [1, 3], 3: [2]}
     worker.network.broken[2] = 1
@@ -118,14 +118,14 @@ def test_the_origin_asks_who_can_be_reached_and_whom_they_know() -> None:
     assert worker.gradient == [5.0, 5.0]
 
 
-def test_whom_a_dead_worker_knew_is_found_by_asking_everybody() -> None:
+def test_abort_asks_every_worker_if_one_is_dead() -> None:
     worker = Worker(origin=ME)
     worker.network.broken[2] = 99
     worker.aborter.abort_everywhere(worker.local)
     assert {rank for rank, _ in worker.network.calls} == {0, 2, 3, 4}
 
 
-def test_a_failure_at_the_origin_is_its_error() -> None:
+def test_first_failure_at_the_origin_is_the_error_of_the_pass() -> None:
     worker = Worker(origin=ME)
     worker.aborter.fail(worker.local, FarpropError("first"))
     worker.aborter.fail(worker.local, FarpropError("second"))

@@ -38,14 +38,14 @@ def _run(actions: list[PassAction]) -> Run:
     return action
 
 
-def test_a_pass_that_leads_nowhere_ends() -> None:
+def test_pass_without_targets_ends() -> None:
     machine = _machine(0, ({ROOTS}, []))
     assert machine.on_ran(_run(machine.on_gradient(ROOTS, ALL))) == [Ended()]
     assert machine.ended
     machine.validate()
 
 
-def test_what_a_run_leads_to_is_sent_with_shares_of_its_credit() -> None:
+def test_run_splits_its_credit_over_its_targets() -> None:
     machine = _machine(0, ({ROOTS}, [Target(1, 5), Target(2, 6)]))
     first, second = machine.on_ran(_run(machine.on_gradient(ROOTS, ALL)))
     assert first == Send(Target(1, 5), CreditShare(HALF, {}))
@@ -66,7 +66,7 @@ def test_a_shared_unit_waits_for_all_of_its_sources() -> None:
     machine.validate()
 
 
-def test_one_thing_runs_at_a_time() -> None:
+def test_one_run_at_a_time() -> None:
     machine = _machine(1, ({5}, []), ({6}, []))
     first = _run(machine.on_gradient(5, CreditShare(HALF, {})))
     assert machine.on_gradient(6, CreditShare(HALF, {})) == []
@@ -76,7 +76,7 @@ def test_one_thing_runs_at_a_time() -> None:
     assert second == Run(6, (1,), CreditShare(HALF, {}))
 
 
-def test_those_who_are_blocked_after_a_release_are_released_too() -> None:
+def test_workers_that_block_after_a_release_are_released_too() -> None:
     """Gradients that follow from the release of one worker may block another."""
     origin = _machine(0, ({ROOTS}, [Target(1, 5)]))
     (sent,) = origin.on_ran(_run(origin.on_gradient(ROOTS, ALL)))
@@ -103,26 +103,26 @@ def test_those_who_are_blocked_after_a_release_are_released_too() -> None:
         machine.validate()
 
 
-def test_what_nothing_leads_to_is_not_run_by_a_release() -> None:
+def test_release_does_not_run_units_without_an_arrived_source() -> None:
     machine = _machine(1, ({5}, []), ({6}, []), ({7}, []), ({5, 6}, []), ({6, 7}, [Target(0, 9)]))
     machine.on_ran(_run(machine.on_gradient(5, CreditShare(HALF, {}))))
     assert _run(machine.on_release([5], CreditShare(HALF, {}))) == Run(None, (3,), CreditShare(HALF, {}))
 
 
-def test_a_fast_pass_waits_for_every_send() -> None:
+def test_fast_pass_waits_for_every_send() -> None:
     origin = _machine(0, ({ROOTS}, []), ({4}, []), fast=True)
     assert origin.on_ran(_run(origin.on_gradient(ROOTS, ALL))) == [Stuck((0,))]
     assert origin.missing == {4}
 
 
-def test_the_newest_status_counts_whatever_comes_last() -> None:
+def test_newest_status_counts_even_if_an_older_one_arrives_last() -> None:
     origin = _machine(0, ({ROOTS}, [Target(1, 5), Target(1, 6)]))
     origin.on_ran(_run(origin.on_gradient(ROOTS, ALL)))
     assert origin.on_credit(CreditShare(HALF, {1: (2, False)})) == []
     assert origin.on_credit(CreditShare(HALF, {1: (1, True)})) == [Ended()]
 
 
-def test_after_a_failure_nothing_is_wanted() -> None:
+def test_no_actions_after_a_failure() -> None:
     machine = _machine(0, ({ROOTS}, [Target(1, 5)]), ({4}, []))
     run = _run(machine.on_gradient(ROOTS, ALL))
     assert machine.fail()
@@ -135,7 +135,7 @@ def test_after_a_failure_nothing_is_wanted() -> None:
     assert not machine.active
 
 
-def test_a_pass_that_has_ended_does_not_fail() -> None:
+def test_ended_pass_cannot_fail() -> None:
     machine = _machine(0, ({ROOTS}, []))
     machine.on_ran(_run(machine.on_gradient(ROOTS, ALL)))
     assert not machine.fail()
@@ -143,7 +143,7 @@ def test_a_pass_that_has_ended_does_not_fail() -> None:
     machine.validate()
 
 
-def test_gradients_that_nobody_waits_for() -> None:
+def test_unexpected_gradients_raise() -> None:
     machine = _machine(1, ({5}, []))
     with pytest.raises(UnknownSource):
         machine.on_gradient(6, CreditShare(HALF, {}))

@@ -47,7 +47,7 @@ class Network:
         self.cleaned.append(rank)
 
 
-def _carry(message: Message, sender: int, to: BackwardDriver) -> tuple[Context, Any]:
+def _deliver(message: Message, sender: int, to: BackwardDriver) -> tuple[Context, Any]:
     head = message.autograd
     assert head is not None
     context = to.contexts.meet(head.context_id)
@@ -63,7 +63,7 @@ def _message(context: Context, to: int, tensors: tuple[torch.Tensor, ...]) -> Me
     return message
 
 
-class Two:
+class TwoWorkers:
     """Worker 0 calls worker 1."""
 
     def __init__(self) -> None:
@@ -77,9 +77,9 @@ class Two:
         self.context = self.here.contexts.new()
 
     def call(self, function: Any, *tensors: torch.Tensor) -> torch.Tensor:
-        there, args = _carry(_message(self.context, 1, tensors), 0, self.there)
+        there, args = _deliver(_message(self.context, 1, tensors), 0, self.there)
         result = function(*args)
-        return _carry(_message(there, 0, (result,)), 1, self.here)[1][0]  # type: ignore[no-any-return]
+        return _deliver(_message(there, 0, (result,)), 1, self.here)[1][0]  # type: ignore[no-any-return]
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         settings = {"keep_graph": False, "fast": False, "timeout": 60.0, **options}
@@ -100,8 +100,8 @@ def performed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_a_chain_of_calls_needs_no_machine(performed: list[str]) -> None:
-    two = Two()
+def test_chain_of_calls_does_not_use_the_state_machine(performed: list[str]) -> None:
+    two = TwoWorkers()
     a, b = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
     x = a
     for _ in range(3):
@@ -114,8 +114,8 @@ def test_a_chain_of_calls_needs_no_machine(performed: list[str]) -> None:
     torch.testing.assert_close(two.context.gradients[b], expected[1])
 
 
-def test_what_is_shared_takes_the_long_way_with_the_same_result(performed: list[str]) -> None:
-    two = Two()
+def test_shared_nodes_use_the_state_machine(performed: list[str]) -> None:
+    two = TwoWorkers()
     a = torch.rand(3, requires_grad=True)
     shared = a * 2
     loss = (two.call(torch.sin, shared) + shared).sum()
@@ -125,8 +125,8 @@ def test_what_is_shared_takes_the_long_way_with_the_same_result(performed: list[
     torch.testing.assert_close(two.context.gradients[a], *torch.autograd.grad((torch.sin(x) + x).sum(), a))
 
 
-def test_a_leaf_with_a_hook_gets_all_of_its_gradient_at_once(performed: list[str]) -> None:
-    two = Two()
+def test_hook_of_a_leaf_runs_once_with_the_whole_gradient(performed: list[str]) -> None:
+    two = TwoWorkers()
     a = torch.rand(3, requires_grad=True)
     seen: list[list[float]] = []
     a.register_hook(lambda gradient: seen.append(gradient.tolist()))
@@ -135,8 +135,8 @@ def test_a_leaf_with_a_hook_gets_all_of_its_gradient_at_once(performed: list[str
     assert "Run" in performed
 
 
-def test_two_calls_side_by_side_leave_the_straight_way_at_the_fork(performed: list[str]) -> None:
-    two = Two()
+def test_two_parallel_calls_leave_the_fast_path(performed: list[str]) -> None:
+    two = TwoWorkers()
     a, b = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
     sends: list[str] = []
     two.networks[0].send_method = lambda rank, method, message, call, system: sends.append(  # type: ignore[attr-defined]
@@ -150,8 +150,8 @@ def test_two_calls_side_by_side_leave_the_straight_way_at_the_fork(performed: li
     torch.testing.assert_close(two.context.gradients[b], expected[1])
 
 
-def test_a_fast_pass_and_a_watched_one_go_the_long_way(performed: list[str]) -> None:
-    two = Two()
+def test_fast_mode_and_profiled_passes_use_the_state_machine(performed: list[str]) -> None:
+    two = TwoWorkers()
     a = torch.rand(3, requires_grad=True)
     loss = two.call(torch.neg, a).sum()
     two.backward(loss, keep_graph=True, fast=True)
@@ -166,8 +166,8 @@ def test_a_fast_pass_and_a_watched_one_go_the_long_way(performed: list[str]) -> 
     assert two.context.gradients[a].tolist() == [-3.0] * 3
 
 
-def test_gradients_that_come_twice_are_refused() -> None:
-    two = Two()
+def test_duplicate_gradients_are_refused() -> None:
+    two = TwoWorkers()
     a = torch.rand(3, requires_grad=True)
     two.backward(two.call(torch.neg, a).sum(), keep_graph=True)
     there = two.there.contexts.find(two.context.id)
@@ -176,7 +176,7 @@ def test_gradients_that_come_twice_are_refused() -> None:
     assert local.start_unshared(message_id) is None
 
 
-def test_an_error_on_the_straight_way_undoes_the_pass() -> None:
+def test_error_on_the_fast_path_undoes_the_pass() -> None:
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -186,7 +186,7 @@ def test_an_error_on_the_straight_way_undoes_the_pass() -> None:
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             raise ValueError("this backward always fails")
 
-    two = Two()
+    two = TwoWorkers()
     a, b = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
     inner = two.call(Fails.apply, a)
     loss = (two.call(torch.add, inner, b)).sum()
@@ -195,8 +195,8 @@ def test_an_error_on_the_straight_way_undoes_the_pass() -> None:
     assert two.context.gradients == {}
 
 
-def test_clean_up_does_not_go_back_to_whoever_sent_it() -> None:
-    two = Two()
+def test_clean_up_is_not_sent_back_to_its_sender() -> None:
+    two = TwoWorkers()
     two.call(torch.neg, torch.rand(3, requires_grad=True))
     here, there = two.cleanups
     here.release(two.context.id)

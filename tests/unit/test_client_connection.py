@@ -21,7 +21,7 @@ from farprop.wire.message import ANSWER, FAST, Message
 from tests.support.raw_messages import pack
 
 
-class StillLoop:
+class StubLoop:
     """A loop that never runs, and its pool. It records the events that it should watch."""
 
     def __init__(self) -> None:
@@ -43,8 +43,8 @@ class StillLoop:
     push_answer = submit
 
 
-class QueueLoop(StillLoop):
-    """The same with a pool that runs its jobs on demand."""
+class StubLoopWithJobs(StubLoop):
+    """A stub loop with a pool that runs its jobs on demand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,9 +59,9 @@ class QueueLoop(StillLoop):
             function(*args)
 
 
-def make_client(loop: StillLoop | None = None) -> tuple[ClientConnection, socket.socket, StillLoop, Connection]:
+def make_client(loop: StubLoop | None = None) -> tuple[ClientConnection, socket.socket, StubLoop, Connection]:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
-    loop = loop or StillLoop()
+    loop = loop or StubLoop()
     client = ClientConnection(loop, "worker0 (rank 0)", "peer", 1, lambda *_: None, lambda *_: None)  # type: ignore[arg-type]
     connection = Connection(ours, "peer", 1, SegmentPool(0), 1 << 20, 1 << 20, client.want_output, lambda: None)
     client.attach(connection)
@@ -70,7 +70,7 @@ def make_client(loop: StillLoop | None = None) -> tuple[ClientConnection, socket
     return client, theirs, loop, connection
 
 
-def test_a_caller_that_comes_while_the_loop_follows_up_an_old_event_gets_its_answer() -> None:
+def test_caller_that_arrives_while_the_loop_handles_a_stale_event_gets_its_answer() -> None:
     """The loop polls input, but a caller reads it first and returns. Then the next caller arrives."""
     client, theirs, loop, connection = make_client()
     answers = []
@@ -91,7 +91,7 @@ def test_a_caller_that_comes_while_the_loop_follows_up_an_old_event_gets_its_ans
         caller.start()
         theirs.recv(1000)
     assert isinstance(client._reader, SyncCall)
-    client._on_events(IN)  # and once more, while the caller reads
+    client._on_events(IN)  # once more, while the caller reads
     theirs.sendall(pack(ANSWER, FAST, 1, 0.0, b"", encode_value(None).payload))
     caller.join()
     assert len(answers) == 1
@@ -103,7 +103,7 @@ def test_a_caller_that_comes_while_the_loop_follows_up_an_old_event_gets_its_ans
     assert not loop.events
 
 
-class Noted(FutureCall):
+class RecordingCall(FutureCall):
     """A call that records its outcomes."""
 
     __slots__ = ("ends", "quick")
@@ -118,13 +118,13 @@ class Noted(FutureCall):
 
 
 @pytest.mark.parametrize("quick", [True, False])
-def test_an_interrupt_while_answers_are_delivered_costs_nobody_else_an_answer(
+def test_interrupt_while_answers_are_delivered_loses_no_other_answer(
     monkeypatch: pytest.MonkeyPatch, quick: bool
 ) -> None:
     """Ctrl-C interrupts a caller that has read several answers, after it has delivered only its own."""
-    loop = QueueLoop()
+    loop = StubLoopWithJobs()
     client, theirs, _, connection = make_client(loop)
-    others = [Noted(quick) for _ in range(3)]
+    others = [RecordingCall(quick) for _ in range(3)]
     for other in others:
         client.call_async(encode_value(None), other)
 
@@ -143,7 +143,7 @@ def test_an_interrupt_while_answers_are_delivered_costs_nobody_else_an_answer(
         patch.setattr(ClientConnection, "_deliver_one", interrupted)
         client.call_sync(encode_value(None), 5.0)
     loop.run_jobs()
-    # The third's answer had not come; the stream ended for it.
+    # The third call had no answer yet, so it fails with the connection.
     assert [len(other.ends) for other in others] == [1, 1, 1]
     assert [other.ends[0][0] is not None for other in others] == [True, True, False]
     assert isinstance(others[2].ends[0][1], ConnectionLostError)
@@ -154,7 +154,7 @@ def test_an_interrupt_while_answers_are_delivered_costs_nobody_else_an_answer(
 
 @pytest.mark.parametrize("more", [True, False])
 def test_nothing_can_be_sent_on_a_closed_connection(more: bool) -> None:
-    """Also not what would wait for more, which nobody would ever send."""
+    """Not even a message that would be corked to wait for more: nobody would send it."""
     _, theirs, _, connection = make_client()
     connection.close()
     with pytest.raises(ConnectionLostError):
@@ -162,14 +162,14 @@ def test_nothing_can_be_sent_on_a_closed_connection(more: bool) -> None:
     theirs.close()
 
 
-def test_a_connection_whose_passage_can_not_be_opened_leaves_no_socket() -> None:
+def test_failure_to_open_the_fd_channel_leaks_no_socket() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     theirs.close()
     connection = Connection(ours, "peer", 1, SegmentPool(0), 1 << 20, 1 << 20, lambda _: None, lambda: None)
     before = set(os.listdir("/proc/self/fd"))
     gc.disable()
     try:
-        with pytest.raises(OSError) as caught:  # which keeps what is forgotten
+        with pytest.raises(OSError) as caught:  # the traceback keeps leaked objects alive
             connection.open_fd_channel()
         assert len(set(os.listdir("/proc/self/fd")) - before) == 0
         del caught

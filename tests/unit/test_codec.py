@@ -122,7 +122,7 @@ def test_views_share_one_storage_which_is_sent_once(count: int) -> None:
     assert whole.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
 
 
-def test_a_part_first_and_the_whole_later_still_share() -> None:
+def test_view_encoded_before_its_base_still_shares_storage() -> None:
     base = torch.arange(100000.0)
     part, whole, other = round_trip([base[10:20], base, base[99990:]])
     whole[12] = -5
@@ -132,14 +132,14 @@ def test_a_part_first_and_the_whole_later_still_share() -> None:
     assert torch.equal(part[3:], base[13:20])
 
 
-def test_views_of_other_dtypes_share() -> None:
+def test_views_of_other_dtypes_share_storage() -> None:
     base = torch.zeros(8)
     got, bits = round_trip([base, base.view(torch.int32)])
     got[1] = 1.0
     assert bits[1] == 0x3F800000
 
 
-def test_a_small_view_does_not_send_its_large_storage() -> None:
+def test_small_view_does_not_send_its_large_storage() -> None:
     base = torch.rand(1000, 1000)
     encoded = encode(base[5])
     assert len(encoded.payload) + sum(b.nbytes for b in encoded.buffers) < 5000
@@ -230,14 +230,14 @@ def test_lambdas_closures_and_local_classes_survive() -> None:
     assert round_trip(Local()).times(torch.tensor(2.0)) == 6
 
 
-def test_what_pickling_raises_comes_out_as_it_is() -> None:
+def test_pickling_errors_are_raised_unchanged() -> None:
     with pytest.raises(RuntimeError, match="Can not pickle torch.futures.Future"):
         encode(torch.futures.Future())
     with pytest.raises(TypeError, match="generator"):
         encode(i for i in range(3))
 
 
-def test_a_tensor_on_another_device_is_refused_with_advice() -> None:
+def test_tensor_on_another_device_is_refused_with_advice() -> None:
     class Elsewhere:
         dtype = torch.float32
         layout = torch.strided

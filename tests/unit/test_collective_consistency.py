@@ -1,4 +1,7 @@
-"""Who called what, and who is gone. ``tests.simulation.groups`` has the machine in simulated groups."""
+"""The consistency check of collectives: fingerprints, timeouts and lost ranks, one event at a time.
+
+``tests.simulation.groups`` runs the same state machine in simulated groups.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,20 @@ from farprop.errors import CollectiveError, CollectiveMismatchError, CollectiveT
 from farprop.protocol.collective_consistency import CollectiveConsistency
 
 
-def test_fingerprints_that_agree():
+def test_equal_fingerprints_pass_in_any_order():
     ours = CollectiveConsistency(0, 3)
     assert ours.begin("a") == 1
     ours.on_fingerprint(1, 1, "a")
-    ours.on_fingerprint(2, 2, "b")  # it is ahead
+    ours.on_fingerprint(2, 2, "b")  # rank 2 is ahead
     assert ours.begin("b") == 2
     ours.on_fingerprint(1, 2, "b")
-    ours.on_fingerprint(2, 1, "a")  # and this one was slow
+    ours.on_fingerprint(2, 1, "a")  # a late one
     assert ours.failure is None
     ours.validate()
 
 
 @pytest.mark.parametrize("when", ["before", "after", "much later"])
-def test_fingerprints_that_differ(when):
+def test_different_fingerprints_fail_the_group(when):
     ours = CollectiveConsistency(0, 3)
     if when == "before":
         ours.on_fingerprint(2, 1, "b")
@@ -39,7 +42,7 @@ def test_fingerprints_that_differ(when):
     ours.validate()
 
 
-def test_what_is_long_past_is_not_kept():
+def test_old_fingerprints_are_forgotten():
     ours = CollectiveConsistency(0, 2)
     for _ in range(1000):
         ours.begin("a")
@@ -48,7 +51,7 @@ def test_what_is_long_past_is_not_kept():
     assert ours.failure is None
 
 
-def test_who_is_blamed_for_a_timeout():
+def test_timeout_names_the_ranks_that_did_not_arrive():
     ours = CollectiveConsistency(0, 4)
     ours.begin("a")
     ours.on_timeout([1], 2.0)
@@ -56,7 +59,7 @@ def test_who_is_blamed_for_a_timeout():
     assert "in a, collective 1 of the group, after a timeout of 2 s: it waited for rank 1." in str(ours.failure)
     ours = CollectiveConsistency(0, 4)
     ours.begin("a")
-    ours.on_fingerprint(1, 1, "a")  # it came, so it waits for somebody else
+    ours.on_fingerprint(1, 1, "a")  # it arrived, so it waits for another rank
     ours.on_timeout([1], 2.0)
     assert "it waited for ranks 2, 3." in str(ours.failure)
     ours = CollectiveConsistency(0, 2)
@@ -66,20 +69,20 @@ def test_who_is_blamed_for_a_timeout():
     assert "it waited for rank 1." in str(ours.failure)
 
 
-def test_a_rank_that_leaves_is_not_a_dead_one():
+def test_rank_that_left_fails_only_collectives_that_wait_for_it():
     ours = CollectiveConsistency(0, 3)
     ours.begin("a")
     ours.on_peer_left(1)
     ours.on_peer_lost(1, "its connection has closed")
     assert ours.wait_error([2]) is None
     assert isinstance(ours.wait_error([1, 2]), RankLostError)
-    # In a reduce to rank 2 it has sent its part, and left. Ours is still to come.
+    # In a reduce to rank 2, rank 1 has sent its part and left. Our part is still to be sent.
     assert ours.begin("b") == 2
     assert ours.wait_error([2]) is None
     assert "Rank 1 has left the group" in str(ours.wait_error([1]))
 
 
-def test_the_first_failure_stays():
+def test_first_failure_is_kept():
     ours = CollectiveConsistency(0, 3)
     ours.begin("a")
     ours.on_peer_lost(1, "its connection has closed")
@@ -87,7 +90,7 @@ def test_the_first_failure_stays():
     assert "lost rank 1" in str(ours.failure)
 
 
-def test_a_lost_rank_stays_one_whoever_says_so():
+def test_lost_rank_reported_by_a_peer_is_a_rank_lost_error():
     ours, theirs = CollectiveConsistency(0, 3), CollectiveConsistency(2, 3)
     ours.begin("a")
     ours.on_peer_lost(1, "its host does not answer any more")
@@ -95,14 +98,14 @@ def test_a_lost_rank_stays_one_whoever_says_so():
     theirs.on_peer_failure(0, type(ours.failure).__name__, str(ours.failure))
     assert isinstance(theirs.failure, RankLostError)
     assert "Rank 0 has lost rank 1" in str(theirs.failure)
-    # Whoever sends to it may notice first, in the middle of a collective.
+    # A rank that sends to the lost one may notice first, in the middle of a collective.
     ours = CollectiveConsistency(0, 3)
     ours.begin("a")
     ours.fail_local(RankLostError("Rank 0 can't reach rank 1: it is gone."))
     assert isinstance(ours.failure, RankLostError)
 
 
-def test_a_rank_may_run_far_ahead_but_not_without_end():
+def test_rank_may_run_ahead_up_to_a_limit():
     ours = CollectiveConsistency(0, 3)
     ours.begin("a")
     for number in range(2, 50_000):
@@ -124,7 +127,7 @@ def test_a_rank_may_run_far_ahead_but_not_without_end():
     assert not ours._early
 
 
-def test_a_rank_that_contradicts_itself():
+def test_rank_that_sends_two_fingerprints_for_one_collective_fails():
     ours = CollectiveConsistency(0, 3)
     ours.begin("a")
     ours.on_fingerprint(1, 7, "a")

@@ -17,7 +17,7 @@ def _amount(credit: Credit) -> Fraction:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 9, 1000])
-def test_shares_are_all_of_it_and_none_is_empty(count: int) -> None:
+def test_shares_sum_to_one_and_none_is_empty(count: int) -> None:
     shares = WHOLE.split(count)
     assert len(shares) == count
     assert sum(map(_amount, shares)) == 1
@@ -26,21 +26,21 @@ def test_shares_are_all_of_it_and_none_is_empty(count: int) -> None:
 
 
 @given(st.lists(st.integers(1, 6), max_size=30), st.randoms(use_true_random=False))
-def test_what_is_divided_again_and_again_is_whole_in_the_end(counts: list[int], chance: object) -> None:
+def test_credit_divided_repeatedly_sums_to_one(counts: list[int], chance: object) -> None:
     shares = [WHOLE]
     for count in counts:
         chance.shuffle(shares)  # type: ignore[attr-defined]
         shares += shares.pop().split(count)
     chance.shuffle(shares)  # type: ignore[attr-defined]
-    home = NONE
+    total = NONE
     for share in shares:
-        assert not home.is_whole
-        home = home.plus(share)
-        assert 0 < _amount(home) <= 1
-    assert home.is_whole
+        assert not total.is_whole
+        total = total.plus(share)
+        assert 0 < _amount(total) <= 1
+    assert total.is_whole
 
 
-def test_credit_that_came_home_can_be_divided_again() -> None:
-    home = reduce(Credit.plus, WHOLE.split(3), NONE)
-    assert reduce(Credit.plus, home.split(5), NONE).is_whole
+def test_recovered_credit_can_be_divided_again() -> None:
+    total = reduce(Credit.plus, WHOLE.split(3), NONE)
+    assert reduce(Credit.plus, total.split(5), NONE).is_whole
     assert not NONE.is_whole

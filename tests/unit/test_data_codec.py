@@ -35,14 +35,14 @@ from tests.security.functions import Point, Unknown, add
 pack = msgspec.msgpack.encode
 
 
-def _copied(encoded: Message) -> list[bytearray]:
+def _copied_buffers(encoded: Message) -> list[bytearray]:
     """Copies of the buffers, as a receiver has them."""
     return [bytearray(buffer) for buffer in encoded.buffers]
 
 
-def _there(value: Any) -> Any:
+def _round_trip(value: Any) -> Any:
     encoded = encode_value(value)
-    return decode_value(encoded.payload, _copied(encoded), encoded.flags)
+    return decode_value(encoded.payload, _copied_buffers(encoded), encoded.flags)
 
 
 def _decoded(item: Any, buffers: Any = ()) -> Any:
@@ -86,9 +86,9 @@ def _same(left: Any, right: Any) -> bool:
 
 @given(values)
 @settings(deadline=None)
-def test_values_come_back(value: Any) -> None:
-    came = _there(value)
-    if type(value) in (set, frozenset):  # whose order may differ
+def test_values_round_trip(value: Any) -> None:
+    came = _round_trip(value)
+    if type(value) in (set, frozenset):  # their order may differ
         assert type(came) is type(value)
         assert came == value
     else:
@@ -98,19 +98,19 @@ def test_values_come_back(value: Any) -> None:
 
 @given(st.lists(values, max_size=4), st.dictionaries(st.text(), values, max_size=3))
 @settings(deadline=None)
-def test_calls_come_back(args: list[Any], kwargs: dict[str, Any]) -> None:
+def test_calls_round_trip(args: list[Any], kwargs: dict[str, Any]) -> None:
     encoded = encode_call(None, tuple(args), kwargs)
-    came = decode_call(encoded.payload, _copied(encoded), encoded.flags)
+    came = decode_call(encoded.payload, _copied_buffers(encoded), encoded.flags)
     assert (list(came[0]), came[1]) == (args, kwargs)
 
 
-def test_nan_and_the_rest_of_the_numbers() -> None:
-    assert math.isnan(_there(math.nan))
-    assert _there(-math.inf) == -math.inf
+def test_nan_infinity_and_large_integers_round_trip() -> None:
+    assert math.isnan(_round_trip(math.nan))
+    assert _round_trip(-math.inf) == -math.inf
     for number in (2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 2**10_000):
-        assert _there(number) == number
-        assert _there([number]) == [number]
-    assert [type(value) for value in _there([True, 1, 1.0])] == [bool, int, float]
+        assert _round_trip(number) == number
+        assert _round_trip([number]) == [number]
+    assert [type(value) for value in _round_trip([True, 1, 1.0])] == [bool, int, float]
 
 
 class _Text(str):
@@ -144,7 +144,7 @@ class _Tensor(torch.Tensor):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_not_data_is_refused(value: Any) -> None:
+def test_values_that_are_not_data_are_refused(value: Any) -> None:
     with pytest.raises(NotDataError):
         encode_value(value)
     with pytest.raises(NotDataError):
@@ -153,11 +153,11 @@ def test_what_is_not_data_is_refused(value: Any) -> None:
         encode_call(None, (), {"name": [value]})
 
 
-def test_what_is_nested_too_deep_or_has_no_end_is_refused() -> None:
+def test_too_deep_or_recursive_values_are_refused() -> None:
     value: Any = []
     for _ in range(MAX_DEPTH):
         value = [value]
-    assert _there(value) == value
+    assert _round_trip(value) == value
     with pytest.raises(NotDataError, match="nested 100 deep"):
         encode_value([value])
     endless: list[Any] = []
@@ -172,75 +172,75 @@ def test_what_is_nested_too_deep_or_has_no_end_is_refused() -> None:
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype is not None], ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (2, 0, 3), (200, 300)], ids=str)
-def test_dense_tensors_of_all_dtypes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_dense_tensors_of_all_dtypes_round_trip(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     count = math.prod(shape) * dtype.itemsize
     raw = bytearray(os.urandom(count)) if dtype is not torch.bool else bytearray(n % 2 for n in range(count))
     tensor = torch.frombuffer(raw, dtype=dtype) if count else torch.empty(0, dtype=dtype)
     tensor.resize_(shape)
-    came = _there(tensor)
+    came = _round_trip(tensor)
     assert (came.dtype, came.shape, came.requires_grad) == (dtype, tensor.shape, False)
     assert came.is_contiguous()
     if count:
         assert bytes(came.untyped_storage()[:count]) == bytes(raw)
 
 
-def test_tensors_that_are_not_as_simple() -> None:
+def test_views_conjugates_parameters_and_repeated_tensors() -> None:
     large = torch.randn(200, 200)
     for tensor in (large.t(), large[::2, 3:], large.expand(2, 200, 200), torch.ones(2, dtype=torch.complex64).conj()):
-        assert torch.equal(_there(tensor), tensor)
+        assert torch.equal(_round_trip(tensor), tensor)
     complex_numbers = torch.randn(4, dtype=torch.complex64)
-    assert torch.equal(_there(complex_numbers.conj().imag), complex_numbers.conj().imag)
+    assert torch.equal(_round_trip(complex_numbers.conj().imag), complex_numbers.conj().imag)
     leaf = torch.ones(2, requires_grad=True)
     for tensor in (leaf, leaf * 2, torch.nn.Parameter(torch.ones(2))):
-        came = _there(tensor)
+        came = _round_trip(tensor)
         assert came.requires_grad
         assert came.is_leaf
         assert type(came) is torch.Tensor
     encoded = encode_value([large, large, (large, leaf, leaf)])
     assert len(encoded.buffers) == 1
-    first, second, (third, fourth, fifth) = decode_value(encoded.payload, _copied(encoded), 0)
+    first, second, (third, fourth, fifth) = decode_value(encoded.payload, _copied_buffers(encoded), 0)
     assert first is second is third
     assert fourth is fifth
-    first.add_(1)  # it is the receiver's own
+    first.add_(1)  # the receiver may write to it
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("coalesced", [False, True])
-def test_sparse_tensors(requires_grad: bool, coalesced: bool) -> None:
+def test_sparse_tensors_round_trip(requires_grad: bool, coalesced: bool) -> None:
     indices = torch.tensor([[0, 1, 1], [2, 0, 0]])
     tensor = torch.sparse_coo_tensor(indices, torch.randn(3, 2), (2, 3, 2), check_invariants=True)
     tensor = (tensor.coalesce() if coalesced else tensor).requires_grad_(requires_grad)
-    came = _there(tensor)
+    came = _round_trip(tensor)
     assert (came.layout, came.shape, came.requires_grad) == (torch.sparse_coo, tensor.shape, requires_grad)
     assert came.is_coalesced() is coalesced
     assert torch.equal(came.detach().to_dense(), tensor.detach().to_dense())
     rows = torch.randn(3, 4).relu().to_sparse_csr().requires_grad_(requires_grad)
-    came = _there(rows)
+    came = _round_trip(rows)
     assert (came.layout, came.shape, came.requires_grad) == (torch.sparse_csr, rows.shape, requires_grad)
     assert torch.equal(came.detach().to_dense(), rows.detach().to_dense())
-    assert _there(torch.empty(0, 4).to_sparse()).shape == (0, 4)
+    assert _round_trip(torch.empty(0, 4).to_sparse()).shape == (0, 4)
 
 
-def test_tensors_that_require_grad_are_noted_in_the_same_order() -> None:
+def test_both_ends_list_tensors_that_require_grad_in_the_same_order() -> None:
     tensors = [torch.full((n + 1,), float(n), requires_grad=True) for n in range(6)]
     value = [tensors[3], {"a": tensors[1], "b": (torch.ones(1), tensors[0], tensors[3])}, Point(1, tensors[2])]
-    graph: list[torch.Tensor] = [torch.ones(1)]  # of a try that failed
+    graph: list[torch.Tensor] = [torch.ones(1)]  # left over from a failed attempt
     encoded = encode_call(None, (tensors[5], value), {"last": tensors[4]}, graph)
     assert [id(t) for t in graph] == [id(tensors[n]) for n in (5, 3, 1, 0, 2, 4)]
     noted: list[torch.Tensor] = []
-    decode_with((), noted, decode_call, encoded.payload, _copied(encoded), encoded.flags)
+    decode_with((), noted, decode_call, encoded.payload, _copied_buffers(encoded), encoded.flags)
     assert [len(t) - 1 for t in noted] == [5, 3, 1, 0, 2, 4]
 
 
 # Names
 
 
-def test_functions_and_classes_go_by_their_names() -> None:
-    assert _there(add) is add
-    assert _there([Point, torch.mul]) == [Point, torch.mul]
+def test_functions_and_classes_are_sent_by_name() -> None:
+    assert _round_trip(add) is add
+    assert _round_trip([Point, torch.mul]) == [Point, torch.mul]
     for hidden in (os.system, print, torch.add, Unknown, eval):
         with pytest.raises(NotExposedError, match="which is not exposed"):
-            _there(hidden)
+            _round_trip(hidden)
     for name in (b"os:system", b"builtins:eval", b"\xff", b"", "text", 5, None):
         for tag in (data_codec.EXPOSED, data_codec.DATACLASS):
             with pytest.raises(FarpropError):
@@ -321,7 +321,7 @@ _BIG = 1 << 62
         [8, b"", _FLOAT, [0, _BIG, _BIG], False],
         [8, b"", _FLOAT, [0, -1], False],
         [8, b"\x02", 15, [1], False],  # neither true nor false
-        [8, b"12345678", 10, [1], True],  # whole numbers require no grad
+        [8, b"12345678", 10, [1], True],  # integers cannot require grad
     ],
     ids=lambda item: repr(item)[:30],
 )
@@ -354,7 +354,7 @@ def _dense(tensor: torch.Tensor) -> list[Any]:
     ],
     ids=str,
 )
-def test_sparse_indices_are_looked_at(indices: torch.Tensor, shape: Any) -> None:
+def test_invalid_sparse_indices_are_refused(indices: torch.Tensor, shape: Any) -> None:
     values = _dense(torch.ones(1))
     for coalesced in (False, True):
         with pytest.raises(ProtocolError):
@@ -365,7 +365,7 @@ def test_sparse_indices_are_looked_at(indices: torch.Tensor, shape: Any) -> None
     ("rows", "columns"),
     [([0, 1, 5], [0]), ([0, 1, 1], [7]), ([0, 1, 1], [-1]), ([1, 0, 1], [0]), ([0, 1], [0]), ([0, -1, 1], [0])],
 )
-def test_csr_indices_are_looked_at(rows: list[int], columns: list[int]) -> None:
+def test_invalid_csr_indices_are_refused(rows: list[int], columns: list[int]) -> None:
     parts = [_dense(torch.tensor(rows)), _dense(torch.tensor(columns)), _dense(torch.ones(1))]
     with pytest.raises(ProtocolError):
         _decoded([data_codec.CSR, *parts, [2, 3], False])
@@ -376,7 +376,7 @@ def test_csr_indices_are_looked_at(rows: list[int], columns: list[int]) -> None:
             _decoded([data_codec.CSR, part, *good[1:], [2, 3], False])
 
 
-def test_a_pickle_is_refused_and_said_to_be_one(tmp_path: Any) -> None:
+def test_pickles_are_refused_and_named_in_the_error(tmp_path: Any) -> None:
     class Bomb:
         def __reduce__(self) -> Any:
             return open, (str(tmp_path / "boom"), "w")
@@ -402,7 +402,7 @@ def test_deep_nesting_is_refused() -> None:
                     decode_value(meta, (), 0)
 
 
-def test_lengths_that_are_not_there_take_no_memory() -> None:
+def test_lengths_beyond_the_message_allocate_nothing() -> None:
     for meta in (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"):
         with pytest.raises(ProtocolError):
             decode_value(meta, (), 0)
@@ -410,7 +410,7 @@ def test_lengths_that_are_not_there_take_no_memory() -> None:
             decode_value(b"\x92\x00" + meta, (), 0)
 
 
-def _survives(meta: bytes, buffers: list[bytearray]) -> None:
+def _decodes_or_raises_typed_error(meta: bytes, buffers: list[bytearray]) -> None:
     for decode, flags in ((decode_call, 0), (decode_call, FAST), (decode_value, 0)):
         try:
             decode(meta, buffers, flags)
@@ -421,8 +421,8 @@ def _survives(meta: bytes, buffers: list[bytearray]) -> None:
 
 @given(st.binary(max_size=300))
 @settings(deadline=None, max_examples=500)
-def test_any_bytes_are_a_value_or_a_typed_error(meta: bytes) -> None:
-    _survives(meta, [])
+def test_any_bytes_decode_or_raise_a_typed_error(meta: bytes) -> None:
+    _decodes_or_raises_typed_error(meta, [])
 
 
 raw = st.recursive(
@@ -436,8 +436,8 @@ raw = st.recursive(
 
 @given(raw)
 @settings(deadline=None, max_examples=1500)
-def test_any_message_pack_is_a_value_or_a_typed_error(item: Any) -> None:
-    _survives(pack(item), [bytearray(8), bytearray(0), bytearray(40_000)])
+def test_any_message_pack_decodes_or_raises_a_typed_error(item: Any) -> None:
+    _decodes_or_raises_typed_error(pack(item), [bytearray(8), bytearray(0), bytearray(40_000)])
 
 
 _SAMPLES: list[Any] = [
@@ -451,7 +451,7 @@ _SAMPLES: list[Any] = [
 
 @given(st.integers(0, 2**32), st.integers(1, 6))
 @settings(deadline=None, max_examples=1500)
-def test_good_messages_with_a_few_wrong_bytes(seed: int, flips: int) -> None:
+def test_corrupted_messages_decode_or_raise_a_typed_error(seed: int, flips: int) -> None:
     chance = random.Random(seed)
     encoded = encode_value(chance.choice(_SAMPLES))
     meta = bytearray(encoded.payload)
@@ -466,7 +466,7 @@ def test_good_messages_with_a_few_wrong_bytes(seed: int, flips: int) -> None:
             meta[place:place] = chance.randbytes(chance.randrange(1, 5))
         if not meta:
             break
-    buffers = _copied(encoded)
+    buffers = _copied_buffers(encoded)
     if chance.random() < 0.3:
         buffers = [buffer[: chance.randrange(len(buffer))] for buffer in buffers]
     try:
@@ -474,7 +474,7 @@ def test_good_messages_with_a_few_wrong_bytes(seed: int, flips: int) -> None:
     except FarpropError:
         return
     try:
-        repr(value)  # which looks at tensors' elements
+        repr(value)  # reads the elements of tensors
     except NotImplementedError:
         pass  # torch can't show all dtypes
 
@@ -482,7 +482,7 @@ def test_good_messages_with_a_few_wrong_bytes(seed: int, flips: int) -> None:
 # Failures
 
 
-def test_failures_are_rebuilt_from_a_table_alone() -> None:
+def test_only_exceptions_of_the_table_are_rebuilt() -> None:
     for error in (ValueError("x"), KeyError("x"), ZeroDivisionError("x"), ProtocolError("x"), RemoteError("x")):
         came = decode_failure(encode_failure(error, "worker1").payload)
         assert type(came) is type(error)
@@ -508,12 +508,12 @@ def test_failures_are_rebuilt_from_a_table_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["os.system", "builtins.SystemExit", "builtins.print", "farprop.errors.copy", "x", ""])
-def test_a_failure_names_nothing_but_exceptions(name: str) -> None:
+def test_failure_with_a_name_that_is_no_known_exception_is_a_remote_error(name: str) -> None:
     assert type(decode_failure(pack((name, "echo", [], "worker1")))) is RemoteError
 
 
 @pytest.mark.parametrize("kind", [set, frozenset, dict.fromkeys])
-def test_keys_that_were_made_to_have_the_same_hash(kind: Any) -> None:
+def test_many_keys_with_the_same_hash_are_refused(kind: Any) -> None:
     """Building a dict of these keys would take hours, and block all other threads."""
     prime = (1 << 61) - 1
     for number in (prime * i for i in range(3)):

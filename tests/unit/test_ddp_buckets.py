@@ -39,7 +39,7 @@ def check_assignment(known: list[ParameterInfo], order: list[int], first: int, l
 
 
 def run(seed: int) -> None:
-    """Some iterations of several ranks, whose gradients come in different orders."""
+    """Some iterations of several ranks, whose gradients arrive in different orders."""
     dice = random.Random(seed)
     known = parameters(dice)
     everything = list(range(len(known)))
@@ -100,12 +100,12 @@ def run(seed: int) -> None:
                 schedule.validate()
 
 
-def test_random_orders():
+def test_random_orders_of_gradients():
     for seed in range(SEEDS):
         run(seed)
 
 
-def test_a_missing_gradient():
+def test_missing_gradient_is_reported_and_the_remaining_buckets_launch():
     for seed in range(SEEDS):
         dice = random.Random(seed)
         known = parameters(dice)
@@ -123,7 +123,7 @@ def test_a_missing_gradient():
             schedule.arm()
         with pytest.raises(ReductionError):
             schedule.finish()
-        # The others get what they wait for.
+        # The other ranks get the buckets that they wait for.
         assert launched + schedule.launch_remaining() == list(range(len(schedule.buckets)))
         schedule.note_shadowed()
         schedule.abort()
@@ -136,7 +136,7 @@ def test_a_missing_gradient():
         schedule.finish()
 
 
-def test_an_unused_parameter_that_is_used_after_all():
+def test_gradient_of_an_unused_parameter_raises():
     known = [ParameterInfo("a", 1, "x"), ParameterInfo("b", 1, "x")]
     schedule = BucketSchedule(known, [(0, 1)], 0, False)
     schedule.arm([1])
@@ -164,7 +164,7 @@ def _forget_unused(schedule: BucketSchedule, index: int) -> None:
 
 
 def _forget_order(schedule: BucketSchedule) -> None:
-    """As ``finish``, but what has come is in the order of the parameters."""
+    """As ``finish``, but records the order of the parameters instead of that of the gradients."""
     _finish(schedule)
     schedule.order.sort()
 

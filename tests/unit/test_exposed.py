@@ -17,7 +17,7 @@ from farprop.wire.message import Method
 from tests.security.functions import Counter, Doubled, Half, add, hidden, make_doubled, multiply
 
 
-def test_names() -> None:
+def test_exposed_objects_are_found_by_name() -> None:
     assert exposed.find(b"tests.security.functions:add") is add
     assert exposed.find(b"times") is multiply
     assert exposed.find(b"tests.security.functions:multiply") is None
@@ -33,7 +33,7 @@ def test_names() -> None:
     assert exposed.name_of([]) is None
 
 
-def test_methods() -> None:
+def test_only_exposed_methods_are_callable() -> None:
     assert exposed.is_method_exposed(Counter(), "add")
     assert exposed.is_method_exposed(Doubled(), "add")
     assert not exposed.is_method_exposed(Counter(), "reset")
@@ -47,7 +47,7 @@ def test_methods() -> None:
     assert not exposed.is_method_exposed(counter, "reset")
 
 
-def test_what_wraps_an_exposed_method_is_exposed() -> None:
+def test_wrapper_of_an_exposed_method_is_exposed() -> None:
     def wrapping(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def wrapper(*args: Any) -> Any:
@@ -64,8 +64,8 @@ def test_what_wraps_an_exposed_method_is_exposed() -> None:
     assert exposed.is_method_exposed(Local(), "method")
 
 
-def _again() -> Any:
-    """As a module that is loaded again."""
+def _reloaded() -> Any:
+    """A function as a module defines it each time it is loaded."""
 
     def twice() -> None:
         pass
@@ -74,9 +74,9 @@ def _again() -> Any:
     return twice
 
 
-def test_a_name_has_one_meaning() -> None:
+def test_two_objects_cannot_have_the_same_name() -> None:
     rpc.expose(add)
-    first, second = _again(), _again()
+    first, second = _reloaded(), _reloaded()
     rpc.expose(first)
     rpc.expose(second)
     assert exposed.find(f"{__name__}:twice".encode()) is second
@@ -89,7 +89,7 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-def test_what_can_not_be_exposed() -> None:
+def test_unsuitable_objects_are_refused() -> None:
     with pytest.raises(UsageError, match="has no name"):
         rpc.expose(lambda: 1)
     with pytest.raises(UsageError, match="Functions, methods and classes"):
@@ -106,7 +106,7 @@ def test_what_can_not_be_exposed() -> None:
         rpc.expose(add, methods=["x"])
 
 
-def test_local_things_need_a_name() -> None:
+def test_local_class_can_be_exposed_under_a_given_name() -> None:
     @rpc.expose(name="a local dataclass")
     @dataclass
     class Local:
@@ -118,8 +118,8 @@ def test_local_things_need_a_name() -> None:
     assert exposed.fields_of(Counter) is None
 
 
-def test_restricted_jobs_know_every_method_of_farprop() -> None:
-    """One that is not in the table is refused; none is forgotten."""
+def test_restricted_jobs_list_every_internal_method() -> None:
+    """A method that is not in the table is refused, so the table has to list them all."""
     from farprop.rpc import restricted
 
     assert {method.value for method in Method} <= set(restricted._INTERNAL)

@@ -22,7 +22,7 @@ atoms = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=F
     shapes=st.lists(st.lists(st.integers(0, 4), max_size=3), max_size=3),
     grad=st.booleans(),
 )
-def test_values_and_small_tensors(values: list[Any], shapes: list[list[int]], grad: bool) -> None:
+def test_values_and_small_tensors_round_trip(values: list[Any], shapes: list[list[int]], grad: bool) -> None:
     args = (*values, *(torch.rand(shape, requires_grad=grad) for shape in shapes))
     encoded = encode_call(None, args, {})
     got, kwargs = decode_call(encoded.payload, encoded.buffers, encoded.flags)
@@ -50,7 +50,7 @@ def test_values_and_small_tensors(values: list[Any], shapes: list[list[int]], gr
         {"a": 1},
     ],
 )
-def test_what_does_not_fit_takes_the_long_way(value: Any) -> None:
+def test_unsupported_values_use_the_full_codec(value: Any) -> None:
     assert encode_plain((value,)) is None
     encoded = encode_value(value)
     assert not encoded.flags & FAST
@@ -72,7 +72,7 @@ def test_large_tensors_go_out_of_band() -> None:
     assert torch.equal(small, torch.ones(2))
 
 
-def test_tensors_that_share_a_storage_take_the_long_way() -> None:
+def test_tensors_that_share_storage_use_the_full_codec() -> None:
     base = torch.rand(4)
     assert encode_plain((base, base[1:])) is None
     assert encode_plain((base, base)) is None
@@ -86,7 +86,7 @@ def _parts(encoded: Any) -> tuple[Any, Any, int]:
     return encoded.payload, encoded.buffers, encoded.flags
 
 
-def test_subclasses_of_plain_types_take_the_long_way() -> None:
+def test_subclasses_of_supported_types_use_the_full_codec() -> None:
     class Number(int):
         pass
 

@@ -34,7 +34,7 @@ def feed(reader: FrameReader, data: bytes, pieces: list[int]) -> list[Message]:
     return got
 
 
-def whole(frame: dict[str, Any], inline: list[bytes]) -> bytes:
+def frame_bytes(frame: dict[str, Any], inline: list[bytes]) -> bytes:
     return pack(**frame) + b"".join(inline)
 
 
@@ -66,12 +66,12 @@ def frame_and_bytes(draw: Any) -> tuple[dict[str, Any], list[bytes]]:
     messages=st.lists(frame_and_bytes(), min_size=1, max_size=4),
     pieces=st.lists(st.sampled_from([1, 7, 31, 32, 33, 4096, 1 << 20]), min_size=1, max_size=5),
 )
-def test_what_is_packed_comes_out_however_it_is_cut(
+def test_frames_parse_however_the_stream_is_split(
     messages: list[tuple[dict[str, Any], list[bytes]]], pieces: list[int]
 ) -> None:
     if 1 in pieces or 7 in pieces:
         pieces = [*pieces, 4096]
-    data = b"".join(whole(*message) for message in messages)
+    data = b"".join(frame_bytes(*message) for message in messages)
     got = feed(FrameReader(CAP), data, pieces)
     assert len(got) == len(messages)
     for frame, (sent, inline) in zip(got, messages, strict=True):
@@ -84,7 +84,7 @@ def test_what_is_packed_comes_out_however_it_is_cut(
         assert [b for b in frame.buffers if isinstance(b, tuple)] == [(n, s) for s, n in sent["table"] if n]
 
 
-def test_byte_by_byte() -> None:
+def test_frames_parse_byte_by_byte() -> None:
     data = pack(REQUEST, 0, 5, 1.5, b"mod:f", b"meta", [(3, 0)]) + b"abc" + pack(ANSWER, 0, 6, 0.0, b"", b"x")
     first, second = feed(FrameReader(CAP), data, [1])
     assert (first.name, bytes(first.payload), first.buffers) == (b"mod:f", b"meta", [bytearray(b"abc")])
@@ -107,7 +107,7 @@ def test_garbage_parses_or_is_a_protocol_error(data: bytes, pieces: list[int]) -
 def test_damaged_frames_parse_or_are_protocol_errors(
     message: tuple[dict[str, Any], list[bytes]], flips: list[tuple[int, int]]
 ) -> None:
-    data = bytearray(whole(*message))
+    data = bytearray(frame_bytes(*message))
     for at, value in flips:
         data[at % len(data)] = value
     try:
@@ -131,7 +131,7 @@ def test_damaged_frames_parse_or_are_protocol_errors(
         ({"table": [(600, 0), (600, 1)]}, "600 bytes"),
     ],
 )
-def test_each_rule_has_its_reason(change: dict[str, Any], reason: str) -> None:
+def test_protocol_error_says_which_rule_was_broken(change: dict[str, Any], reason: str) -> None:
     frame = {
         "kind": REQUEST,
         "flags": 0,
@@ -146,7 +146,7 @@ def test_each_rule_has_its_reason(change: dict[str, Any], reason: str) -> None:
         feed(FrameReader(1000), pack(**{**frame, **change}), [4096])  # type: ignore[arg-type]
 
 
-def test_a_length_over_the_cap_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_length_over_the_limit_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     data = bytearray(pack(REQUEST, 0, 1, 0.0, b"", b""))
     struct.pack_into("<Q", data, HEADER.size - 8, 1 << 40)
     reader = FrameReader(1 << 20)
@@ -160,7 +160,7 @@ def test_a_length_over_the_cap_is_refused_before_anything_is_allocated(monkeypat
 
 
 def test_many_small_frames_with_buffers_in_one_read() -> None:
-    """As many as fit: none of them waits for the one behind it."""
+    """One read returns all complete frames: none waits for the next one."""
     data = b"".join(pack(REQUEST, 0, i, 0.0, b"", b"", [(1, 0)]) + bytes([i % 256]) for i in range(1300))
     reader = FrameReader(1 << 20)
     found: list[Message] = []

@@ -1,4 +1,4 @@
-"""Which functions travel by name, and how names are resolved."""
+"""Which functions are sent by name, and how names are resolved."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def test_names_of_functions() -> None:
         assert resolve(name) is function
 
 
-def test_a_function_that_is_shadowed_is_not_named() -> None:
+def test_shadowed_function_has_no_name() -> None:
     wrapped = functools.wraps(_decorated)(lambda: 1)
     assert wrapped.__qualname__ == "_decorated"
     assert name_of(wrapped) is None
 
 
 @pytest.mark.parametrize("name", [b"no.such.module:f", b"os:no_such", b"os:path.no_such", b"", b":", b"os"])
-def test_names_that_lead_nowhere(name: bytes) -> None:
+def test_unresolvable_names_raise(name: bytes) -> None:
     with pytest.raises((FunctionNotFound, ValueError)):
         resolve(name)

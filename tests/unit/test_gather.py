@@ -23,7 +23,7 @@ def _leader_with_all_values() -> GatherMachine:
     return leader
 
 
-def test_the_leader_is_done_when_all_have_the_values():
+def test_leader_finishes_when_all_followers_have_the_values():
     leader = _leader_with_all_values()
     assert leader.on_confirmed(KEY, "b", None) == []
     *releases, finish = leader.on_confirmed(KEY, "c", None)
@@ -31,7 +31,7 @@ def test_the_leader_is_done_when_all_have_the_values():
     assert finish == Finish({"a": 1, "b": 2, "c": 3}, None)
 
 
-def test_a_follower_is_done_when_it_is_released():
+def test_follower_finishes_when_released():
     follower = GatherMachine()
     assert follower.begin("b", ABC, 2, 5.0) == (KEY, [SendValue("a")])
     assert follower.on_broadcast(KEY, {"a": 1}) == [AwaitRelease()]
@@ -41,7 +41,7 @@ def test_a_follower_is_done_when_it_is_released():
 
 
 @pytest.mark.parametrize("end", ["lost", "time"])
-def test_a_follower_with_all_values_does_not_need_its_leader_any_more(end):
+def test_follower_with_all_values_finishes_without_its_leader(end):
     follower = GatherMachine()
     follower.begin("b", ABC, 2, 5.0)
     follower.on_broadcast(KEY, {"a": 1})
@@ -49,7 +49,7 @@ def test_a_follower_with_all_values_does_not_need_its_leader_any_more(end):
     assert ended == [Finish({"a": 1}, None)]
 
 
-def test_a_leader_that_fails_releases_the_followers_that_sent_a_value_and_refuses_the_others():
+def test_failed_leader_releases_followers_that_sent_a_value_and_refuses_late_ones():
     leader = GatherMachine()
     leader.begin("a", ABC, 1, 5.0)
     leader.on_value(KEY, "b", 2)
@@ -70,7 +70,7 @@ def test_a_leader_that_fails_releases_the_followers_that_sent_a_value_and_refuse
     assert str(finish.error) == f"a gave up gather 0 of a, b, c: {text}"
 
 
-def test_a_follower_that_could_not_be_reached():
+def test_unreachable_follower_fails_the_leader_but_not_other_followers():
     leader = _leader_with_all_values()
     assert leader.on_timeout(KEY, 5.0) == []  # the calls have timeouts of their own
     leader.on_confirmed(KEY, "b", ConnectionLostError("b is gone"))
@@ -81,7 +81,7 @@ def test_a_follower_that_could_not_be_reached():
     assert "Followers ['b'] timed out in _all_gather after 5.00 seconds." in str(finish.error)
 
 
-def test_values_that_do_not_belong():
+def test_values_of_strangers_and_duplicate_values_raise():
     leader = GatherMachine()
     leader.on_value(KEY, "b", 2)  # before the leader has begun
     for stranger in ("b", "d"):
@@ -104,7 +104,7 @@ class _World:
         self.dead: set[str] = set()
         self.messages: list[tuple[Any, ...]] = []
         self.deaths = self.random.choice([0, 0, 0, 1, 2])
-        self.hurried = self.random.choice([0.0, 0.0, 0.1])  # how often time runs out, or a call fails
+        self.hurried = self.random.choice([0.0, 0.0, 0.1])  # how often a gather times out, or a call fails
 
     def run(self) -> None:
         for _ in range(100_000):
@@ -190,10 +190,10 @@ class _World:
                     self.messages.append(("release", name, follower, key, failure))
                 case Finish():
                     assert self.inside.pop(name) == key
-                    self._look_at(name, key, action)
+                    self._check_result(name, key, action)
                     self.results[name].append(action)
 
-    def _look_at(self, name: str, key: Key, finish: Finish) -> None:
+    def _check_result(self, name: str, key: Key, finish: Finish) -> None:
         leader = self.names[0]
         if finish.error is None:
             assert finish.values == {other: (other, key.number) for other in self.names}
@@ -221,7 +221,7 @@ def test_any_order_of_messages(block):
             raise
 
 
-def test_the_simulated_worlds_are_not_all_alike():
+def test_simulation_covers_values_errors_and_deaths():
     values = errors = deaths = 0
     for seed in range(300):
         world = _World(seed)
@@ -235,7 +235,7 @@ def test_the_simulated_worlds_are_not_all_alike():
     assert deaths > 50
 
 
-def test_a_follower_that_does_not_wait_for_its_release_is_found(monkeypatch):
+def test_simulation_detects_a_follower_that_does_not_wait_for_its_release(monkeypatch):
     on_broadcast = GatherMachine.on_broadcast
 
     def hasty(self: GatherMachine, key: Key, values: dict[str, Any]) -> list[Any]:

@@ -52,7 +52,7 @@ def talk(dialer: DialerHandshake, listener: ListenerHandshake, piece: int = 1000
 
 
 @pytest.mark.parametrize("piece", [1, 2, 41, 42, 43, 1000])
-def test_both_get_in_and_know_who_the_other_is(piece: int) -> None:
+def test_both_ends_are_ready_and_know_the_identity_of_the_other(piece: int) -> None:
     dialer, listener = ends()
     talk(dialer, listener, piece)
     assert (dialer.state, listener.state) == (READY, READY)
@@ -69,7 +69,7 @@ def test_both_get_in_and_know_who_the_other_is(piece: int) -> None:
         {"channels": (b"unix", b"tcp")},
     ],
 )
-def test_another_key_or_channel_is_refused_by_the_listener(wrong: dict[str, bytes]) -> None:
+def test_listener_refuses_another_key_or_channel(wrong: dict[str, bytes]) -> None:
     dialer, listener = ends(**wrong)  # type: ignore[arg-type]
     with pytest.raises(AuthenticationError, match="does not know this job's secret, or what it sent was changed"):
         talk(dialer, listener)
@@ -77,7 +77,7 @@ def test_another_key_or_channel_is_refused_by_the_listener(wrong: dict[str, byte
     assert dialer.state != READY
 
 
-def test_a_stranger_learns_nothing_that_depends_on_the_key() -> None:
+def test_listener_sends_nothing_that_depends_on_the_key_before_the_proof() -> None:
     """Before the dialer's proof, a listener sends the same bytes with every key."""
     nonce = os.urandom(32)
     answers = {
@@ -89,21 +89,21 @@ def test_a_stranger_learns_nothing_that_depends_on_the_key() -> None:
     assert len(answers) == 1
 
 
-def test_who_looks_for_somebody_else_is_told_who_is_here() -> None:
+def test_dialer_of_a_wrong_target_is_told_the_listener_identity() -> None:
     dialer, listener = ends(target=b"worker7")
     with pytest.raises(IdentityMismatchError, match="belongs to worker1 now"):
         talk(dialer, listener)
     assert (dialer.state, listener.state) == (REFUSED, REFUSED)
 
 
-def test_who_is_refused_is_told_why() -> None:
+def test_refused_dialer_is_told_the_reason() -> None:
     dialer, listener = ends()
     with pytest.raises(AuthenticationError, match="refuses us: it was taken for dead"):
         talk(dialer, listener, refuse="it was taken for dead" + "!" * 1000)
     assert (dialer.state, listener.state) == (REFUSED, REFUSED)
 
 
-def test_a_dialer_that_goes_on_without_the_key_is_refused() -> None:
+def test_dialer_without_the_key_is_refused() -> None:
     hello, listener = ends()
     listener.receive(hello.start())
     with pytest.raises(AuthenticationError):
@@ -111,7 +111,7 @@ def test_a_dialer_that_goes_on_without_the_key_is_refused() -> None:
     assert listener.state == REFUSED
 
 
-def test_a_listener_without_the_key_is_refused() -> None:
+def test_listener_without_the_key_is_refused() -> None:
     dialer, listener = ends()
     proof = dialer.receive(listener.receive(dialer.start()))
     for forged in (proof[:32], b"\0" * 32):
@@ -121,8 +121,8 @@ def test_a_listener_without_the_key_is_refused() -> None:
             again.receive(forged + b"\x00\x07\x00worker1")
 
 
-def test_a_proof_sent_back_to_its_maker_is_refused() -> None:
-    """An attacker reflects the bytes of a worker that dials him to the same worker."""
+def test_reflected_proof_is_refused() -> None:
+    """An attacker sends the bytes of a worker that dials it back to that worker."""
     first, _ = ends()
     _, second = ends()
     challenge = second.receive(first.start())
@@ -130,13 +130,13 @@ def test_a_proof_sent_back_to_its_maker_is_refused() -> None:
     reflected.receive(first.start())
     proof = first.receive(challenge)
     reflected.receive(proof)
-    assert reflected.welcome()[32] != 0  # worker0 is not the one that was meant
+    assert reflected.welcome()[32] != 0  # worker0 is not the target of the proof
     with pytest.raises(ProtocolError):
         second.receive(proof)
         second.receive(proof)
 
 
-def test_a_recorded_dialogue_is_worth_nothing_later() -> None:
+def test_replayed_handshake_is_refused() -> None:
     dialer, listener = ends()
     hello = dialer.start()
     challenge = listener.receive(hello)
@@ -155,14 +155,14 @@ def test_a_recorded_dialogue_is_worth_nothing_later() -> None:
 
 
 @pytest.mark.parametrize("what", [b"worker0", b"worker1"])
-def test_a_changed_identity_is_refused(what: bytes) -> None:
+def test_altered_identity_is_refused(what: bytes) -> None:
     dialer, listener = ends()
     proof = dialer.receive(listener.receive(dialer.start()))
     with pytest.raises(AuthenticationError):
         listener.receive(proof.replace(what, b"worker9"))
 
 
-def test_every_bit_of_the_proofs_counts() -> None:
+def test_altering_any_byte_of_a_proof_is_detected() -> None:
     dialer, listener = ends()
     proof = dialer.receive(listener.receive(dialer.start()))
     for at in range(len(proof)):
@@ -181,7 +181,7 @@ def test_every_bit_of_the_proofs_counts() -> None:
             once_more.receive(b"\0" * 600)
 
 
-def test_another_version_is_named() -> None:
+def test_version_mismatch_names_both_versions() -> None:
     dialer, listener = ends()
     hello = bytearray(dialer.start())
     hello[8] = 1
@@ -197,7 +197,7 @@ def test_garbage_is_refused_at_its_first_byte() -> None:
         listener.receive(b"ET / HTTP/1.1")
 
 
-def test_silence_and_floods_hold_little() -> None:
+def test_unproven_peer_can_buffer_only_little() -> None:
     dialer, listener = ends()
     listener.receive(dialer.start())
     with pytest.raises((ProtocolError, AuthenticationError)):
@@ -211,7 +211,7 @@ def test_silence_and_floods_hold_little() -> None:
 
 @settings(max_examples=500, deadline=None)
 @given(pieces=st.lists(st.binary(max_size=100), max_size=12), start=st.integers(0, 2))
-def test_whatever_comes_the_outcome_is_bytes_or_the_two_errors(pieces: list[bytes], start: int) -> None:
+def test_any_input_gives_bytes_or_one_of_two_errors(pieces: list[bytes], start: int) -> None:
     dialer, listener = ends()
     hello = dialer.start()
     for end in (dialer, listener):

@@ -1,4 +1,4 @@
-"""The failure detector: whether a worker is alive, as dialling it tells."""
+"""The failure detector: it dials a suspected worker to find out whether it is alive."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def refused() -> ConnectionLostError:
 
 
 class Case:
-    """A failure detector with a fake clock. ``answer`` stands in for dialling."""
+    """A failure detector with a fake clock. ``answer`` is the result of a dial."""
 
     def __init__(self, answer: Exception | Callable[[], None] | None) -> None:
         self.now = 100.0
@@ -67,7 +67,7 @@ class Case:
         self.detector.suspect(EVE)
         self.run_jobs()
 
-    def ring(self) -> None:
+    def run_next_timer(self) -> None:
         """Run the next timer."""
         when, callback = self.timers.pop(0)
         self.now = max(self.now, when)
@@ -91,14 +91,14 @@ def case(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Case]:
     return make
 
 
-def test_one_that_answers_lives(case: Callable[..., Case]) -> None:
+def test_worker_that_answers_is_alive(case: Callable[..., Case]) -> None:
     eve = case(LIVES)
     eve.suspect()
     assert (eve.dials, eve.dead, eve.timers) == (1, [], [])
 
 
 @pytest.mark.parametrize("error", [refused(), WrongPeerError("another"), AuthenticationError("no"), ProtocolError("x")])
-def test_one_that_is_surely_gone_is_dead_at_once(case: Callable[..., Case], error: Exception) -> None:
+def test_worker_is_dead_at_once_if_the_error_is_certain(case: Callable[..., Case], error: Exception) -> None:
     assert is_certain(error)
     eve = case(error)
     eve.suspect()
@@ -109,80 +109,80 @@ def test_one_that_is_surely_gone_is_dead_at_once(case: Callable[..., Case], erro
 
 
 @pytest.mark.parametrize("error", [UNREACHABLE, RpcTimeoutError("late"), RuntimeError("store"), OSError("fds")])
-def test_one_that_can_not_be_reached_is_dead_after_a_while(case: Callable[..., Case], error: Exception) -> None:
+def test_unreachable_worker_is_dead_after_a_while(case: Callable[..., Case], error: Exception) -> None:
     eve = case(error)
     eve.suspect()
     began = eve.now
     while not eve.dead:
         assert eve.now < began + PATIENCE
-        eve.ring()
+        eve.run_next_timer()
     assert eve.dead == [EVE]
     assert eve.now >= began + PATIENCE
     assert eve.dials > 10
     assert not eve.timers
 
 
-def test_one_that_can_be_reached_again_lives(case: Callable[..., Case]) -> None:
+def test_worker_that_becomes_reachable_again_is_alive(case: Callable[..., Case]) -> None:
     eve = case(UNREACHABLE)
     eve.suspect()
-    eve.ring()
+    eve.run_next_timer()
     eve.answer = LIVES
-    eve.ring()
+    eve.run_next_timer()
     assert (eve.dials, eve.dead, eve.timers) == (3, [], [])
 
 
-def test_one_that_does_not_answer_is_never_dead(case: Callable[..., Case]) -> None:
+def test_unresponsive_worker_is_never_declared_dead(case: Callable[..., Case]) -> None:
     eve = case(UnresponsiveError("stopped"))
     eve.suspect()
     began = eve.now
     while eve.now < began + 3 * PATIENCE:
-        eve.ring()
+        eve.run_next_timer()
     assert not eve.dead
     eve.answer = refused()
-    eve.ring()
+    eve.run_next_timer()
     assert eve.dead == [EVE]
 
 
-def test_one_that_does_not_answer_and_then_vanishes_has_its_time_from_then_on(case: Callable[..., Case]) -> None:
+def test_patience_starts_when_an_unresponsive_worker_becomes_unreachable(case: Callable[..., Case]) -> None:
     eve = case(UnresponsiveError("stopped"))
     eve.suspect()
     while eve.now < 100.0 + 2 * PATIENCE:
-        eve.ring()
+        eve.run_next_timer()
     eve.answer = UNREACHABLE
-    eve.ring()
+    eve.run_next_timer()
     assert not eve.dead
 
 
-def test_what_goes_wrong_while_it_is_dialled_is_not_forgotten(case: Callable[..., Case]) -> None:
+def test_suspicion_during_a_dial_leads_to_another_dial(case: Callable[..., Case]) -> None:
     """The connection exists, and is lost a moment later."""
     eve = case(LIVES)
     eve.answer = lambda: eve.detector.suspect(EVE)
     eve.suspect()
     assert eve.dials == 1
     eve.answer = refused()
-    eve.ring()
+    eve.run_next_timer()
     assert (eve.dials, eve.dead) == (2, [EVE])
 
 
-def test_an_unexpected_error_does_not_end_the_watch(case: Callable[..., Case]) -> None:
+def test_unexpected_error_does_not_stop_the_detector(case: Callable[..., Case]) -> None:
     eve = case(RuntimeError("the store is gone"))
     eve.suspect()
     assert not eve.dead
     eve.answer = refused()
-    eve.ring()
+    eve.run_next_timer()
     eve.dead.clear()
     eve.suspect()
     assert eve.dead == [EVE]
 
 
-def test_a_short_look_kills_nobody_that_may_live(case: Callable[..., Case]) -> None:
+def test_short_check_declares_nobody_dead_without_certainty(case: Callable[..., Case]) -> None:
     for answer in (LIVES, UNREACHABLE, UnresponsiveError("stopped"), RpcTimeoutError("late"), RuntimeError("store")):
         eve = case(answer)
         eve.detector.look_now(EVE, 0.1)
         assert (eve.dials, eve.dead, eve.timers, eve.jobs) == (1, [], [], [])
 
 
-def test_a_worker_that_shuts_down_looks_after_nobody(case: Callable[..., Case]) -> None:
+def test_detector_does_nothing_during_and_after_shutdown(case: Callable[..., Case]) -> None:
     eve = case(UsageError("RPC has been shut down"))
     eve.suspect()
     assert (eve.dead, eve.timers) == ([], [])
@@ -194,10 +194,10 @@ def test_a_worker_that_shuts_down_looks_after_nobody(case: Callable[..., Case]) 
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_dialling_one_that_does_not_answer_says_so(kind: str) -> None:
+def test_dialing_an_unresponsive_worker_raises_unresponsive_error(kind: str) -> None:
     """The kernel accepts connections to a stopped process until the backlog is full."""
     keys = Keys(b"k" * 32, "job", CALLS)
-    dialling = Dialer(Identity("worker0", 0, "mine", 1), keys, kind == "unix", Settings())
+    our_dialer = Dialer(Identity("worker0", 0, "mine", 1), keys, kind == "unix", Settings())
     name = f"farprop-test-{time.monotonic_ns()}"
     with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
         unix.bind("\0" + name)
@@ -209,10 +209,10 @@ def test_dialling_one_that_does_not_answer_says_so(kind: str) -> None:
             instance="its",
             tcp=tcp.getsockname(),
             unix=name,
-            net=dialling.net,
+            net=our_dialer.net,
             host="here",
             pid=1,
             own_secret=False,
         )
         with pytest.raises(UnresponsiveError, match="does not answer"):
-            dialling.dial(entry, time.monotonic() + 0.1)
+            our_dialer.dial(entry, time.monotonic() + 0.1)

@@ -24,7 +24,7 @@ def test_the_order_of_the_table_is_allowed() -> None:
         lock.release()
 
 
-def test_every_other_order_raises_and_leaves_nothing_held() -> None:
+def test_other_orders_raise_and_leave_no_lock_held() -> None:
     outer, inner = make_lock("agent"), make_lock("timers")
     with inner, pytest.raises(LockOrderError, match="agent is taken while timers is held"):
         outer.acquire()
@@ -34,13 +34,13 @@ def test_every_other_order_raises_and_leaves_nothing_held() -> None:
         pass
 
 
-def test_two_of_one_name_are_never_held_together() -> None:
+def test_two_locks_of_one_name_cannot_be_held_together() -> None:
     one, other = make_lock("client_connection"), make_lock("client_connection")
     with one, pytest.raises(LockOrderError):
         other.acquire()
 
 
-def test_to_wait_for_oneself_raises_and_to_try_does_not() -> None:
+def test_blocking_acquire_of_a_held_lock_raises_and_nonblocking_does_not() -> None:
     lock = make_lock("references")
     with lock:
         assert not lock.acquire(blocking=False)
@@ -48,7 +48,7 @@ def test_to_wait_for_oneself_raises_and_to_try_does_not() -> None:
             lock.acquire()
 
 
-def test_what_another_thread_holds_does_not_count() -> None:
+def test_locks_held_by_other_threads_do_not_count() -> None:
     outer, inner = make_lock("agent"), make_lock("timers")
     taken = []
     with inner:
@@ -58,20 +58,20 @@ def test_what_another_thread_holds_does_not_count() -> None:
     assert taken == [True]
 
 
-def test_the_locks_of_this_process_know_their_order() -> None:
+def test_order_is_checked_in_this_process() -> None:
     from farprop.runtime.timers import TimerHeap
 
     assert isinstance(TimerHeap()._lock, OrderedLock)
 
 
-def test_the_table_has_every_lock_and_no_other() -> None:
+def test_table_lists_exactly_the_locks_of_the_source() -> None:
     source = Path(farprop.__file__).parent
     names = {name for path in source.rglob("*.py") for name in _MADE.findall(path.read_text())}
     assert names == set(lock_order.ranks())
 
 
-def test_no_lock_is_made_without_a_name() -> None:
+def test_no_lock_is_created_without_a_name() -> None:
     source = Path(farprop.__file__).parent
     made = re.compile(r"\b(Lock|RLock|Condition)\(\)")
     unnamed = {path.name for path in source.rglob("*.py") if made.search(path.read_text())}
-    assert unnamed == {"locks.py", "sync.py"}  # where they are made, and where they are events
+    assert unnamed == {"locks.py", "sync.py"}  # the one makes named locks, the other uses locks as events

@@ -67,7 +67,7 @@ def received(data: bytes) -> Message:
     other_flags=st.sampled_from([0, FAST, SYSTEM, FAST | SYSTEM]),
     seconds=st.none() | st.floats(0, MAX_SECONDS, exclude_min=True),
 )
-def test_heads_travel(
+def test_heads_round_trip(
     refs: list[Fork] | None,
     creation: Creation | None,
     autograd: AutogradHead | None,
@@ -91,7 +91,7 @@ def test_heads_travel(
 
 @settings(max_examples=500, deadline=None)
 @given(flags=st.integers(0, 127), body=st.binary(max_size=200))
-def test_heads_of_garbage_parse_or_are_a_protocol_error(flags: int, body: bytes) -> None:
+def test_garbage_heads_parse_or_are_a_protocol_error(flags: int, body: bytes) -> None:
     message = Message(body, [], flags=flags)
     try:
         message.parse_heads()
@@ -103,7 +103,7 @@ def test_heads_of_garbage_parse_or_are_a_protocol_error(flags: int, body: bytes)
 
 
 @pytest.mark.parametrize("cut", [1, 22, 23])
-def test_references_that_are_cut_off(cut: int) -> None:
+def test_truncated_references_are_a_protocol_error(cut: int) -> None:
     message = Message(b"", [], flags=REFS)
     message.refs = [Fork(1, GlobalId(2, 3), GlobalId(4, 5), exists=True)]
     whole = message.pack()[-27:]
@@ -112,7 +112,7 @@ def test_references_that_are_cut_off(cut: int) -> None:
         message.parse_heads()
 
 
-def test_a_site_is_cut_where_its_length_would_not_fit() -> None:
+def test_long_creation_site_is_truncated() -> None:
     message = Message(b"payload", [], flags=REMOTE)
     message.creation = Creation(Fork(1, GlobalId(2, 3), GlobalId(4, 5), exists=False), b"x" * 100_000)
     data = message.pack()
@@ -123,7 +123,7 @@ def test_a_site_is_cut_where_its_length_would_not_fit() -> None:
     assert bytes(again.payload) == b"payload"
 
 
-def test_methods_have_numbers_of_their_own_that_are_no_names() -> None:
+def test_method_numbers_are_unique_and_cannot_be_names() -> None:
     values = [method.value for method in Method]
     assert len(set(values)) == len(values)
     assert all(len(value) == 1 and value[0] < 0x20 for value in values)
@@ -138,7 +138,7 @@ def operation(number: int) -> Operation:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(operations, max_size=20).map(tuple))
-def test_operations_travel(sent: tuple[Operation, ...]) -> None:
+def test_operations_round_trip(sent: tuple[Operation, ...]) -> None:
     got = unpack_operations(pack_operations(sent))
     assert got == sent
     assert all(type(one.kind) is OperationKind for one in got)
@@ -146,7 +146,7 @@ def test_operations_travel(sent: tuple[Operation, ...]) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200))
-def test_garbage_is_no_batch_of_operations(data: bytes) -> None:
+def test_garbage_operations_are_a_protocol_error(data: bytes) -> None:
     try:
         done = unpack_operations(data)
     except ProtocolError:
@@ -156,13 +156,13 @@ def test_garbage_is_no_batch_of_operations(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 21])
-def test_a_batch_that_is_cut_off(cut: int) -> None:
+def test_truncated_batch_is_a_protocol_error(cut: int) -> None:
     whole = pack_operations([operation(1), operation(2)])
     with pytest.raises(ProtocolError, match="makes no sense"):
         unpack_operations(whole[:-cut])
 
 
-def test_an_operation_that_nobody_knows() -> None:
+def test_unknown_operation_is_a_protocol_error() -> None:
     sent = bytearray(pack_operations([operation(1)]))
     sent[0] = 99
     with pytest.raises(ProtocolError, match="99"):
@@ -178,19 +178,19 @@ def head_with(**fields: Any) -> PassHead:
 
 
 @given(share=shares, fast=st.booleans(), keep_graph=st.booleans(), anomaly=st.booleans())
-def test_heads_of_passes_travel(share: CreditShare, fast: bool, keep_graph: bool, anomaly: bool) -> None:
+def test_pass_heads_round_trip(share: CreditShare, fast: bool, keep_graph: bool, anomaly: bool) -> None:
     head = head_with(share=share, fast=fast, keep_graph=keep_graph, anomaly=anomaly)
     assert PassHead.parse(head.pack()) == head
 
 
-def test_all_of_the_credit_is_recognised_on_arrival() -> None:
+def test_whole_credit_parses_to_the_constant() -> None:
     assert PassHead.parse(head_with(share=CreditShare(WHOLE, {})).pack()).share is ALL
     (part,) = GradientAnswer.parse(GradientAnswer([GradientPart(1, CreditShare(WHOLE, {}), 1)], None).pack()).parts
     assert part.share is ALL
 
 
 @pytest.mark.parametrize("statuses", [{}, {1: (1, True)}])
-def test_a_head_of_a_pass_that_is_cut_off(statuses: dict[int, tuple[int, bool]]) -> None:
+def test_truncated_pass_head_is_a_protocol_error(statuses: dict[int, tuple[int, bool]]) -> None:
     data = head_with(share=CreditShare(HALF, statuses)).pack()
     for broken in (b"", data[:10], data[:-1], data + b"x"):
         with pytest.raises(ProtocolError):
@@ -201,13 +201,13 @@ def test_a_head_of_a_pass_that_is_cut_off(statuses: dict[int, tuple[int, bool]])
     parts=st.lists(st.builds(GradientPart, longs, shares, st.integers(0, 2**32 - 1)), max_size=4),
     credit=st.none() | shares,
 )
-def test_answers_to_gradients_travel(parts: list[GradientPart], credit: CreditShare | None) -> None:
+def test_gradient_answers_round_trip(parts: list[GradientPart], credit: CreditShare | None) -> None:
     assert GradientAnswer.parse(GradientAnswer(parts, credit).pack()) == GradientAnswer(parts, credit)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=100))
-def test_garbage_is_no_answer_to_gradients(data: bytes) -> None:
+def test_garbage_gradient_answers_parse_or_are_a_protocol_error(data: bytes) -> None:
     try:
         found = GradientAnswer.parse(data)
     except ProtocolError:

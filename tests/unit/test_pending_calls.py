@@ -53,7 +53,7 @@ def test_every_call_ends_exactly_once(seed: int) -> None:
     assert len(table) == 0
 
 
-def test_deadlines_of_answered_calls_do_not_pile_up() -> None:
+def test_deadlines_of_answered_calls_do_not_accumulate() -> None:
     table: PendingCalls[int] = PendingCalls()
     for call_id in range(10_000):
         table.open(call_id, call_id, 1e9 + call_id)
@@ -86,7 +86,7 @@ class _World:
             return
         runner, source = self.running.pop(self.chance.randrange(len(self.running)))
         if self.budget and self.chance.random() < 0.6:
-            self.send(runner)  # a request that makes another, not waiting for it
+            self.send(runner)  # a request that sends another and does not wait for it
         self.open[source] -= 1
 
     def report(self, name: str) -> Report:
@@ -96,7 +96,7 @@ class _World:
 
 @settings(max_examples=2000, deadline=None)
 @given(seed=st.integers(0, 2**40))
-def test_quiescence_never_stops_while_work_is_left_and_always_stops(seed: int) -> None:
+def test_quiescence_is_reached_exactly_when_no_work_is_left(seed: int) -> None:
     world = _World(seed)
     machine = Quiescence()
     for _ in range(200):
@@ -111,7 +111,7 @@ def test_quiescence_never_stops_while_work_is_left_and_always_stops(seed: int) -
     raise AssertionError("never quiet")
 
 
-def test_one_calm_round_is_not_enough() -> None:
+def test_quiescence_needs_two_equal_idle_rounds() -> None:
     machine = Quiescence()
     calm = {"a": Report(1, True), "b": Report(0, True)}
     assert not machine.round(calm)

@@ -9,7 +9,7 @@ import pytest
 from farprop.runtime.rate_limited_log import RateLimitedLog
 
 
-def test_a_flood_of_warnings_is_a_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+def test_flood_of_warnings_is_summarised(caplog: pytest.LogCaptureFixture) -> None:
     seconds = [0.0]
     log = RateLimitedLog(logging.getLogger("test"), lambda: seconds[0])
     for number in range(100_000):
@@ -24,7 +24,7 @@ def test_a_flood_of_warnings_is_a_few_lines(caplog: pytest.LogCaptureFixture) ->
     ]
 
 
-def test_it_starts_anew_after_a_pause(caplog: pytest.LogCaptureFixture) -> None:
+def test_limit_resets_after_a_pause(caplog: pytest.LogCaptureFixture) -> None:
     seconds = [0.0]
     log = RateLimitedLog(logging.getLogger("test"), lambda: seconds[0])
     for _ in range(7):

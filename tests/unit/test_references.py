@@ -1,4 +1,4 @@
-"""The protocol of remote references, one step at a time: what each event does to the workers that take part."""
+"""The protocol of remote references, one event at a time: how it changes the state of each worker."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROUTE = object()
 
 
 class Job:
-    """Four workers. Batches travel when ``exchange`` is called."""
+    """Four workers. ``exchange`` delivers their batches."""
 
     def __init__(self) -> None:
         self.machines = [RRefStateMachine(rank) for rank in range(4)]
@@ -87,7 +87,7 @@ def job() -> Job:
     return Job()
 
 
-def as_user(thing: UserReference | OwnedValue) -> UserReference:
+def as_user_reference(thing: UserReference | OwnedValue) -> UserReference:
     assert isinstance(thing, UserReference)
     return thing
 
@@ -98,10 +98,10 @@ def take_instructions(machine: RRefStateMachine) -> list[tuple[InstructionKind, 
     return instructions
 
 
-# The four ways of passing
+# The four ways to pass a reference
 
 
-def test_remote(job: Job) -> None:
+def test_remote_value_is_freed_when_its_reference_is_dropped(job: Job) -> None:
     reference, value = job.create()
     assert reference.state is User.CONFIRMED
     assert value.state is Value.MADE
@@ -113,7 +113,7 @@ def test_remote(job: Job) -> None:
     job.assert_nothing_left()
 
 
-def test_remote_that_is_dropped_before_the_answer(job: Job) -> None:
+def test_remote_reference_dropped_before_the_answer(job: Job) -> None:
     reference = job[ANN].create(OWNER)
     job[ANN].drop(reference)
     assert not job.exchange()
@@ -123,11 +123,11 @@ def test_remote_that_is_dropped_before_the_answer(job: Job) -> None:
     job.assert_nothing_left()
 
 
-def test_owner_to_user(job: Job) -> None:
+def test_owner_passes_to_user(job: Job) -> None:
     value = job[OWNER].own()
     fork = job[OWNER].fork(value, ANN, ROUTE)
     assert value.forks == {fork.fork: ANN}, "counted before the message leaves"
-    reference = as_user(job[ANN].arrive(fork, OWNER))
+    reference = as_user_reference(job[ANN].arrive(fork, OWNER))
     assert reference.state is User.CONFIRMED
     assert not job[OWNER].settled
     assert job.exchange() == [OperationKind.ACCEPT]
@@ -138,19 +138,19 @@ def test_owner_to_user(job: Job) -> None:
     job.assert_nothing_left()
 
 
-def test_a_freed_value_can_be_shared_again(job: Job) -> None:
+def test_freed_value_can_be_shared_again(job: Job) -> None:
     value = job[OWNER].own()
     for _ in range(2):
-        reference = as_user(job.send(value, OWNER, ANN))
+        reference = as_user_reference(job.send(value, OWNER, ANN))
         assert value.state is Value.MADE
         job[ANN].drop(reference)
         job.exchange()
         assert value.state is Value.FREED
 
 
-def test_user_to_user(job: Job) -> None:
+def test_user_passes_to_user(job: Job) -> None:
     parent, value = job.create()
-    child = as_user(job.send(parent, ANN, BOB))
+    child = as_user_reference(job.send(parent, ANN, BOB))
     assert child.state is User.ARRIVED
     job[ANN].drop(parent)
     assert parent.state is User.DROPPED
@@ -166,9 +166,9 @@ def test_user_to_user(job: Job) -> None:
     job.assert_nothing_left()
 
 
-def test_a_reference_that_is_dropped_before_it_is_counted(job: Job) -> None:
+def test_reference_dropped_before_it_is_registered(job: Job) -> None:
     parent, _ = job.create()
-    child = as_user(job.send(parent, ANN, BOB))
+    child = as_user_reference(job.send(parent, ANN, BOB))
     job[BOB].drop(child)
     assert child.state is User.ARRIVED_DROPPED
     job[ANN].drop(parent)
@@ -178,10 +178,10 @@ def test_a_reference_that_is_dropped_before_it_is_counted(job: Job) -> None:
     job.assert_nothing_left()
 
 
-def test_a_reference_that_is_passed_on_before_it_is_counted(job: Job) -> None:
+def test_reference_passed_on_before_it_is_registered(job: Job) -> None:
     first, value = job.create()
-    second = as_user(job.send(first, ANN, BOB))
-    third = as_user(job.send(second, BOB, EVE))
+    second = as_user_reference(job.send(first, ANN, BOB))
+    third = as_user_reference(job.send(second, BOB, EVE))
     job[ANN].drop(first)
     job[BOB].drop(second)
     job.exchange()
@@ -189,7 +189,7 @@ def test_a_reference_that_is_passed_on_before_it_is_counted(job: Job) -> None:
     assert value.forks == {third.fork: EVE}
 
 
-def test_user_to_owner(job: Job) -> None:
+def test_user_passes_to_owner(job: Job) -> None:
     reference, value = job.create()
     assert job.send(reference, ANN, OWNER) is value
     assert job.exchange() == [OperationKind.ACCEPT]
@@ -197,13 +197,13 @@ def test_user_to_owner(job: Job) -> None:
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_passing_to_oneself(job: Job, own: bool) -> None:
+def test_worker_passes_to_itself(job: Job, own: bool) -> None:
     reference, value = job.create()
     if own:
         assert job.send(value, OWNER, OWNER) is value
         assert set(value.forks) == {reference.fork}
     else:
-        again = as_user(job.send(reference, ANN, ANN))
+        again = as_user_reference(job.send(reference, ANN, ANN))
         job.exchange()
         assert set(value.forks) == {reference.fork, again.fork}
         job[ANN].drop(again)
@@ -212,7 +212,7 @@ def test_passing_to_oneself(job: Job, own: bool) -> None:
     job.assert_nothing_left()
 
 
-def test_what_was_never_sent_is_given_back(job: Job) -> None:
+def test_undelivered_forks_are_released(job: Job) -> None:
     reference, value = job.create()
     forks = [job[ANN].fork(reference, BOB, ROUTE)]
     job[ANN].drop(reference)
@@ -226,9 +226,9 @@ def test_what_was_never_sent_is_given_back(job: Job) -> None:
 # References that overtake the call that makes their value
 
 
-def test_a_fork_that_overtakes_the_call(job: Job) -> None:
+def test_fork_overtakes_the_call_that_makes_its_value(job: Job) -> None:
     reference = job[ANN].create(OWNER)
-    child = as_user(job.send(reference, ANN, BOB))
+    child = as_user_reference(job.send(reference, ANN, BOB))
     job.exchange()
     value = job[OWNER].find(reference.rref)
     assert value is not None
@@ -239,7 +239,7 @@ def test_a_fork_that_overtakes_the_call(job: Job) -> None:
     assert value.forks == {child.fork: BOB, reference.fork: ANN}
 
 
-def test_a_fork_that_overtakes_the_call_home(job: Job) -> None:
+def test_fork_sent_to_the_owner_overtakes_the_call(job: Job) -> None:
     reference = job[ANN].create(OWNER)
     value = job.send(reference, ANN, OWNER)
     assert isinstance(value, OwnedValue)
@@ -249,9 +249,9 @@ def test_a_fork_that_overtakes_the_call_home(job: Job) -> None:
     assert job.exchange() == [OperationKind.ACCEPT]
 
 
-def test_an_awaited_value_that_nobody_wants_any_more(job: Job) -> None:
+def test_awaited_value_without_references_breaks(job: Job) -> None:
     reference = job[ANN].create(OWNER)
-    child = as_user(job.send(reference, ANN, BOB))
+    child = as_user_reference(job.send(reference, ANN, BOB))
     job.exchange()
     job[BOB].drop(child)
     job.exchange()
@@ -262,9 +262,9 @@ def test_an_awaited_value_that_nobody_wants_any_more(job: Job) -> None:
     assert value.forks == {reference.fork: ANN}
 
 
-def test_an_awaited_value_breaks_when_its_creator_dies(job: Job) -> None:
+def test_awaited_value_breaks_when_its_creator_dies(job: Job) -> None:
     reference = job[ANN].create(OWNER)
-    child = as_user(job.send(reference, ANN, BOB))
+    child = as_user_reference(job.send(reference, ANN, BOB))
     value = job.send(reference, ANN, OWNER)
     job.exchange()
     job.kill(ANN)
@@ -275,9 +275,9 @@ def test_an_awaited_value_breaks_when_its_creator_dies(job: Job) -> None:
     job.assert_nothing_left(OWNER, BOB, EVE)
 
 
-def test_an_awaited_value_outlives_whoever_passed_it_home(job: Job) -> None:
+def test_awaited_value_outlives_the_user_that_passed_it_to_the_owner(job: Job) -> None:
     reference = job[ANN].create(OWNER)
-    child = as_user(job.send(reference, ANN, BOB))
+    child = as_user_reference(job.send(reference, ANN, BOB))
     value = job.send(child, BOB, OWNER)
     job.kill(BOB)
     assert job[OWNER].make(ANN, reference.rref, reference.fork) is value
@@ -287,7 +287,7 @@ def test_an_awaited_value_outlives_whoever_passed_it_home(job: Job) -> None:
 # Calls without answers
 
 
-def test_doubtful_and_the_call_comes_later(job: Job) -> None:
+def test_doubtful_reference_is_dropped_before_the_call_arrives(job: Job) -> None:
     reference = job[ANN].create(OWNER)
     job[ANN].unanswered(reference, lost=False)
     assert reference.state is User.DOUBTFUL
@@ -302,7 +302,7 @@ def test_doubtful_and_the_call_comes_later(job: Job) -> None:
     job.assert_nothing_left()
 
 
-def test_doubtful_and_the_call_came(job: Job) -> None:
+def test_doubtful_reference_is_dropped_after_the_call_arrived(job: Job) -> None:
     reference = job[ANN].create(OWNER)
     assert job[OWNER].make(ANN, reference.rref, reference.fork) is not None
     job[ANN].unanswered(reference, lost=True)
@@ -314,7 +314,7 @@ def test_doubtful_and_the_call_came(job: Job) -> None:
 
 
 @pytest.mark.parametrize("dropped", [False, True])
-def test_a_lost_call_is_not_run_if_it_comes(job: Job, dropped: bool) -> None:
+def test_recalled_call_is_not_run_if_it_still_arrives(job: Job, dropped: bool) -> None:
     reference = job[ANN].create(OWNER)
     job[ANN].unanswered(reference, lost=True)
     if dropped:
@@ -327,9 +327,9 @@ def test_a_lost_call_is_not_run_if_it_comes(job: Job, dropped: bool) -> None:
     job.assert_nothing_left()
 
 
-def test_those_who_have_a_reference_to_a_lost_call_are_told(job: Job) -> None:
+def test_value_of_a_lost_call_breaks_for_its_users(job: Job) -> None:
     reference = job[ANN].create(OWNER)
-    child = as_user(job.send(reference, ANN, BOB))
+    child = as_user_reference(job.send(reference, ANN, BOB))
     job.exchange()
     value = job[OWNER].find(reference.rref)
     assert value is not None
@@ -342,7 +342,7 @@ def test_those_who_have_a_reference_to_a_lost_call_are_told(job: Job) -> None:
     job.assert_nothing_left()
 
 
-def test_a_reference_to_a_lost_call_that_comes_home_leaves_nothing(job: Job) -> None:
+def test_reference_to_a_lost_call_that_reaches_the_owner_leaves_nothing(job: Job) -> None:
     reference = job[ANN].create(OWNER)
     fork = job[ANN].fork(reference, OWNER, ROUTE)
     job[ANN].unanswered(reference, lost=True)
@@ -354,7 +354,7 @@ def test_a_reference_to_a_lost_call_that_comes_home_leaves_nothing(job: Job) -> 
     job.assert_nothing_left()
 
 
-def test_a_call_that_was_never_sent(job: Job) -> None:
+def test_reference_of_an_unsent_call_is_void(job: Job) -> None:
     reference = job[ANN].create(OWNER)
     job[ANN].unsent(reference)
     assert reference.state is User.VOID
@@ -363,9 +363,9 @@ def test_a_call_that_was_never_sent(job: Job) -> None:
     job.assert_nothing_left()
 
 
-def test_nobody_waits_for_a_call_that_was_never_sent(job: Job) -> None:
+def test_awaited_value_of_an_unsent_call_breaks(job: Job) -> None:
     reference = job[ANN].create(OWNER)
-    child = as_user(job.send(reference, ANN, BOB))
+    child = as_user_reference(job.send(reference, ANN, BOB))
     job.exchange()
     job[ANN].unsent(reference)
     job.exchange()
@@ -381,21 +381,21 @@ def test_nobody_waits_for_a_call_that_was_never_sent(job: Job) -> None:
 # Connections that break
 
 
-def test_a_fork_that_was_lost_is_given_back(job: Job) -> None:
+def test_lost_fork_is_revoked(job: Job) -> None:
     reference, value = job.create()
     lost = job[ANN].fork(reference, BOB, ROUTE)
     other = job[ANN].fork(reference, EVE, object())
     job[ANN].route_lost(ROUTE)
     assert job.exchange() == [OperationKind.REVOKE], "only what was on that connection"
     assert reference.children == {other.fork}
-    void = as_user(job[BOB].arrive(lost, ANN))
+    void = as_user_reference(job[BOB].arrive(lost, ANN))
     assert void.state is User.VOID
     assert void.fork not in job[BOB].users
     job[BOB].drop(void)
     assert set(value.forks) == {reference.fork}
 
 
-def test_a_fork_of_the_owner_that_was_lost_is_not_counted(job: Job) -> None:
+def test_lost_fork_of_the_owner_is_not_listed(job: Job) -> None:
     value = job[OWNER].own()
     job[OWNER].fork(value, BOB, ROUTE)
     job[OWNER].route_lost(ROUTE)
@@ -405,7 +405,7 @@ def test_a_fork_of_the_owner_that_was_lost_is_not_counted(job: Job) -> None:
 
 
 @pytest.mark.parametrize("to", [BOB, OWNER])
-def test_a_fork_that_came_before_its_connection_broke_stays(job: Job, to: int) -> None:
+def test_fork_that_arrived_before_its_connection_broke_is_kept(job: Job, to: int) -> None:
     reference = job[ANN].create(OWNER)
     thing = job.send(reference, ANN, to)
     job[ANN].route_lost(ROUTE)
@@ -420,7 +420,7 @@ def test_a_fork_that_came_before_its_connection_broke_stays(job: Job, to: int) -
 # Deaths
 
 
-def test_what_a_dead_worker_held_is_given_back(job: Job) -> None:
+def test_forks_of_a_dead_user_are_released(job: Job) -> None:
     reference, value = job.create()
     job.send(reference, ANN, BOB)
     job.exchange()
@@ -431,12 +431,12 @@ def test_what_a_dead_worker_held_is_given_back(job: Job) -> None:
     job.assert_nothing_left(OWNER, EVE)
 
 
-def test_what_a_dead_worker_owned_is_void(job: Job) -> None:
+def test_references_to_a_dead_owner_are_void(job: Job) -> None:
     confirmed, _ = job.create(ANN)
     creating = job[ANN].create(OWNER)
     doubtful = job[ANN].create(OWNER)
     job[ANN].unanswered(doubtful, lost=True)
-    arrived = as_user(job.send(confirmed, ANN, BOB))
+    arrived = as_user_reference(job.send(confirmed, ANN, BOB))
     job.kill(OWNER)
     heard = take_instructions(job[ANN])
     for reference in (confirmed, creating, doubtful):
@@ -444,7 +444,7 @@ def test_what_a_dead_worker_owned_is_void(job: Job) -> None:
         assert (InstructionKind.VOID, reference) in heard
     assert arrived.state is User.VOID
     assert job[ANN].create(OWNER).state is User.VOID
-    assert as_user(job.send(confirmed, ANN, EVE)).state is User.VOID
+    assert as_user_reference(job.send(confirmed, ANN, EVE)).state is User.VOID
     assert job.exchange(ANN, BOB, EVE) == [OperationKind.ACCEPT, OperationKind.ACCEPT]
     for machine in job.machines[1:]:
         for reference in list(machine.users.values()):
@@ -452,7 +452,7 @@ def test_what_a_dead_worker_owned_is_void(job: Job) -> None:
     job.assert_nothing_left(ANN, BOB, EVE)
 
 
-def test_nothing_waits_for_a_dead_receiver(job: Job) -> None:
+def test_forks_sent_to_a_dead_worker_are_released(job: Job) -> None:
     reference, value = job.create()
     job[ANN].fork(reference, BOB, ROUTE)
     job[OWNER].fork(value, BOB, ROUTE)
@@ -463,33 +463,33 @@ def test_nothing_waits_for_a_dead_receiver(job: Job) -> None:
     job.assert_nothing_left(OWNER, ANN, EVE)
 
 
-def test_a_call_of_a_dead_worker_is_not_run(job: Job) -> None:
+def test_call_of_a_dead_worker_is_not_run(job: Job) -> None:
     reference = job[ANN].create(OWNER)
     job.kill(ANN)
     assert job[OWNER].make(ANN, reference.rref, reference.fork) is None
     job.assert_nothing_left(OWNER)
 
 
-def test_the_child_of_a_dead_parent_may_come_too_late(job: Job) -> None:
+def test_fork_of_a_dead_parent_is_void_if_it_arrives_too_late(job: Job) -> None:
     first, _ = job.create()
-    second = as_user(job.send(first, ANN, BOB))
+    second = as_user_reference(job.send(first, ANN, BOB))
     job.exchange()
     fork = job[BOB].fork(second, EVE, ROUTE)
     job[ANN].drop(first)
     job.kill(BOB, OWNER, ANN)
     job.exchange(OWNER, ANN)
-    third = as_user(job[EVE].arrive(fork, BOB))
-    fourth = as_user(job.send(third, EVE, ANN))
+    third = as_user_reference(job[EVE].arrive(fork, BOB))
+    fourth = as_user_reference(job.send(third, EVE, ANN))
     job.exchange(OWNER, ANN, EVE)
     assert third.state is fourth.state is User.VOID
     assert not job[EVE].passed, "it need not hold its own for one that is refused"
 
 
 @pytest.mark.parametrize("counted", [False, True])
-def test_orphans_do_not_wait_for_a_value_that_was_freed(job: Job, counted: bool) -> None:
+def test_orphaned_fork_of_a_freed_value_is_void(job: Job, counted: bool) -> None:
     """The reference was passed on before the value was made, so its fork does not say that it exists. Then BOB dies."""
     first = job[ANN].create(OWNER)
-    second = as_user(job.send(first, ANN, BOB))
+    second = as_user_reference(job.send(first, ANN, BOB))
     fork = job[BOB].fork(second, EVE, ROUTE)
     assert not fork.exists
     assert job[OWNER].make(ANN, first.rref, first.fork) is not None
@@ -500,15 +500,15 @@ def test_orphans_do_not_wait_for_a_value_that_was_freed(job: Job, counted: bool)
     job.exchange(OWNER, ANN)
     job.kill(BOB, OWNER, ANN)
     job.exchange(OWNER, ANN)
-    third = as_user(job[EVE].arrive(fork, BOB))
+    third = as_user_reference(job[EVE].arrive(fork, BOB))
     job.exchange(OWNER, EVE)
     assert third.state is User.VOID
     job.assert_nothing_left(OWNER, ANN)
 
 
-def test_orphans_of_a_user_that_takes_the_owner_for_dead(job: Job) -> None:
+def test_orphaned_fork_of_a_user_that_believes_the_owner_dead_is_void(job: Job) -> None:
     first = job[ANN].create(OWNER)
-    second = as_user(job.send(first, ANN, BOB))
+    second = as_user_reference(job.send(first, ANN, BOB))
     fork = job[BOB].fork(second, EVE, ROUTE)
     assert job[OWNER].make(ANN, first.rref, first.fork) is not None
     job[ANN].made(first)
@@ -516,14 +516,14 @@ def test_orphans_of_a_user_that_takes_the_owner_for_dead(job: Job) -> None:
     job.kill(OWNER, BOB)
     job.exchange(ANN, BOB)
     job.exchange(ANN, OWNER)
-    third = as_user(job[EVE].arrive(fork, BOB))
+    third = as_user_reference(job[EVE].arrive(fork, BOB))
     job.exchange(OWNER, EVE)
     assert third.state is User.VOID
 
 
-def test_orphans_of_a_fork_that_ended_before_it_was_revoked(job: Job) -> None:
+def test_orphaned_fork_of_a_reference_that_ended_before_its_revocation_is_void(job: Job) -> None:
     first = job[ANN].create(OWNER)
-    second = as_user(job.send(first, ANN, BOB))
+    second = as_user_reference(job.send(first, ANN, BOB))
     fork = job[BOB].fork(second, EVE, ROUTE)
     assert job[OWNER].make(ANN, first.rref, first.fork) is not None
     job[ANN].made(first)
@@ -536,13 +536,13 @@ def test_orphans_of_a_fork_that_ended_before_it_was_revoked(job: Job) -> None:
     assert revoke is not None
     job[ANN].replied(BOB, job[BOB].incoming(ANN, revoke))
     assert job.exchange(ANN, OWNER) == [OperationKind.DELETE], "it did not wait for the ACCEPT, which is on its way"
-    third = as_user(job[EVE].arrive(fork, BOB))
+    third = as_user_reference(job[EVE].arrive(fork, BOB))
     job.exchange(OWNER, EVE)
     assert third.state is User.VOID
 
 
 @pytest.mark.parametrize("came", [False, True])
-def test_a_message_that_may_not_have_been_sent(job: Job, came: bool) -> None:
+def test_fork_in_doubt_counts_only_if_it_arrived(job: Job, came: bool) -> None:
     reference, value = job.create()
     fork = job[ANN].fork(reference, BOB, ROUTE)
     if came:
@@ -553,16 +553,16 @@ def test_a_message_that_may_not_have_been_sent(job: Job, came: bool) -> None:
     assert (fork.fork in value.forks) == came
 
 
-def test_a_message_to_oneself_that_may_not_have_been_sent(job: Job) -> None:
+def test_fork_in_doubt_to_the_same_worker_is_void(job: Job) -> None:
     reference, value = job.create()
     fork = job[ANN].fork(reference, ANN, None)
     job[ANN].doubted([fork])
     assert job[ANN].settled
-    assert as_user(job[ANN].arrive(fork, ANN)).state is User.VOID
+    assert as_user_reference(job[ANN].arrive(fork, ANN)).state is User.VOID
     assert set(value.forks) == {reference.fork}
 
 
-def test_a_death_is_heard_once(job: Job) -> None:
+def test_second_report_of_a_death_does_nothing(job: Job) -> None:
     value = job[OWNER].own()
     job.send(value, OWNER, BOB)
     job[OWNER].died(BOB)
@@ -571,10 +571,10 @@ def test_a_death_is_heard_once(job: Job) -> None:
     assert not job[OWNER].instructions
 
 
-# Looking
+# Instructions and counts
 
 
-def test_hurry(job: Job) -> None:
+def test_register_is_sent_at_once_and_delete_later(job: Job) -> None:
     reference, _ = job.create()
     job[ANN].instructions.clear()
     job.send(reference, ANN, BOB)
@@ -585,7 +585,7 @@ def test_hurry(job: Job) -> None:
     assert take_instructions(job[ANN]) == [(InstructionKind.SEND_LATER, OWNER)]
 
 
-def test_what_comes_while_a_batch_is_on_its_way_goes_after_it(job: Job) -> None:
+def test_operations_added_while_a_batch_is_in_flight_go_into_the_next(job: Job) -> None:
     reference, _ = job.create()
     again = job.create()[0]
     job[ANN].drop(reference)
@@ -604,7 +604,7 @@ def test_what_comes_while_a_batch_is_on_its_way_goes_after_it(job: Job) -> None:
     assert following.number == batch.number + 1
 
 
-def test_counts_and_concerns(job: Job) -> None:
+def test_counts_and_concerned_workers(job: Job) -> None:
     reference, value = job.create()
     job.send(reference, ANN, BOB)
     assert job[BOB].counts() == {
@@ -627,7 +627,7 @@ def test_counts_and_concerns(job: Job) -> None:
 
 
 @pytest.mark.parametrize(("state", "event"), [(s, e) for s in User for e in UserEvent if (s, e) not in USER_TABLE])
-def test_what_can_not_happen_to_a_reference(state: User, event: UserEvent) -> None:
+def test_invalid_transition_of_a_reference_raises(state: User, event: UserEvent) -> None:
     reference = UserReference(
         OWNER, RRefStateMachine(ANN).new_id(), RRefStateMachine(BOB).new_id(), ANN, state, exists=True
     )
@@ -636,7 +636,7 @@ def test_what_can_not_happen_to_a_reference(state: User, event: UserEvent) -> No
 
 
 @pytest.mark.parametrize(("state", "event"), [(s, e) for s in Value for e in ValueEvent if (s, e) not in VALUE_TABLE])
-def test_what_can_not_happen_to_a_value(state: Value, event: ValueEvent) -> None:
+def test_invalid_transition_of_a_value_raises(state: Value, event: ValueEvent) -> None:
     with pytest.raises(InvalidTransition, match=f"{state.name}, which can't have the event {event.name}"):
         OwnedValue(RRefStateMachine(OWNER).new_id(), state).move(event)
 
@@ -646,7 +646,7 @@ def test_every_state_can_be_reached() -> None:
     assert {Value.AWAITED, *VALUE_TABLE.values()} == set(Value)
 
 
-def test_validate_sees_what_is_wrong(job: Job) -> None:
+def test_validate_detects_inconsistent_state(job: Job) -> None:
     reference, value = job.create()
     job.send(reference, ANN, BOB)
     del job[ANN].passed[next(iter(reference.children))]
@@ -683,7 +683,7 @@ def test_one_batch_at_a_time() -> None:
     assert outbox.current() == Batch(3, (operation(3),)), "numbers go on"
 
 
-def test_replies_that_answer_nothing() -> None:
+def test_unexpected_replies_are_ignored() -> None:
     outbox = ReliableSender()
     assert outbox.replied(ControlReply(1, b"\1")) is None
     outbox.add(operation(1))
@@ -694,7 +694,7 @@ def test_replies_that_answer_nothing() -> None:
     assert outbox.replied(ControlReply(1, b"\1")) is None
 
 
-def test_a_batch_has_a_limit() -> None:
+def test_batch_size_is_limited() -> None:
     outbox = ReliableSender()
     for number in range(MAX_OPERATIONS + 1):
         outbox.add(operation(number))
@@ -705,7 +705,7 @@ def test_a_batch_has_a_limit() -> None:
     assert outbox.current() == Batch(2, (operation(MAX_OPERATIONS),))
 
 
-def test_a_batch_is_done_once() -> None:
+def test_repeated_batch_is_applied_once() -> None:
     inbox = ReliableReceiver()
     done: list[Operation] = []
 

@@ -32,7 +32,7 @@ def entry(rank: int, **changes: object) -> Entry:
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
 
-def test_a_good_roster_passes_and_survives_json() -> None:
+def test_valid_roster_passes_and_survives_json() -> None:
     entries = [entry(0), entry(1)]
     assert check_roster(entries) is None
     assert decision_from_json(decision_to_json(entries, None)) == entries
@@ -47,7 +47,7 @@ def test_a_good_roster_passes_and_survives_json() -> None:
         ({"tls": False}, "FARPROP_TLS=0 is set on w1"),
     ],
 )
-def test_each_problem_is_said(second: dict[str, object], says: str) -> None:
+def test_each_problem_is_reported(second: dict[str, object], says: str) -> None:
     entries = [entry(0), entry(1, **second)]
     problem = check_roster(entries)
     assert problem is not None
@@ -93,7 +93,7 @@ CHANGES = st.dictionaries(
 
 @settings(max_examples=300, deadline=None)
 @given(text=GARBAGE)
-def test_whatever_the_store_holds_is_an_entry_or_a_rendezvous_error(text: str | bytes) -> None:
+def test_garbage_in_the_store_is_a_rendezvous_error(text: str | bytes) -> None:
     for read in (Entry.from_json, decision_from_json):
         with pytest.raises(RendezvousError):
             read(text)
@@ -101,7 +101,7 @@ def test_whatever_the_store_holds_is_an_entry_or_a_rendezvous_error(text: str | 
 
 @settings(max_examples=300, deadline=None)
 @given(changes=CHANGES)
-def test_an_entry_with_other_fields_is_one_of_the_right_types_or_an_error(changes: dict[str, object]) -> None:
+def test_altered_entry_parses_with_the_right_types_or_is_an_error(changes: dict[str, object]) -> None:
     fields = {**dataclasses.asdict(entry(1)), **changes}
     try:
         read = Entry.from_json(json.dumps(fields))
@@ -115,7 +115,7 @@ def test_an_entry_with_other_fields_is_one_of_the_right_types_or_an_error(change
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.binary(max_size=300))
-def test_an_identity_is_one_or_a_protocol_error(data: bytes) -> None:
+def test_garbage_identity_is_a_protocol_error(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="makes no sense"):
         Identity.from_bytes(data)
 
@@ -132,10 +132,10 @@ def test_worker_info() -> None:
             WorkerInfo(name, 0)
 
 
-def test_who_is_of_a_group() -> None:
+def test_membership_accepts_only_known_peers() -> None:
     group = Membership(None, WorkerInfo("w0", 0), 2)  # type: ignore[arg-type]
     peer, stranger = entry(1).identity, entry(1, instance="another").identity
-    group.check(stranger)  # this worker has not joined, and knows nobody
+    group.check(stranger)  # before it has joined, this worker accepts everybody
     group.entries = {"w1": entry(1)}
     group.joined.set()
     group.check(peer)
@@ -146,12 +146,12 @@ def test_who_is_of_a_group() -> None:
     dynamic.entries = {"w1": entry(1)}
     dynamic.joined.set()
     dynamic.check(peer)
-    dynamic.check(stranger)  # it has just come
+    dynamic.check(stranger)  # it has just joined
     with pytest.raises(AuthenticationError, match="not a worker of this group"):
         dynamic.check(peer._replace(rank=5))
 
 
-def test_a_worker_that_is_still_joining_takes_nobody_for_dead() -> None:
+def test_joining_worker_declares_nobody_dead() -> None:
     """It knows no addresses yet; others may have passed it references already."""
     peers = Peers.__new__(Peers)
     peers._closed = False

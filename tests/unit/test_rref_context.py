@@ -108,16 +108,16 @@ class Worker:
     def operate(self, sender: int, number: int, *operations: Operation, instance: str = "a") -> bytes:
         return self.context.operate(sender, instance, number, pack_operations(operations))
 
-    def turn(self) -> None:
+    def run_all(self) -> None:
         """Run all jobs and timers, whether they are due or not."""
         self.transport.timers.run_due(FOREVER)
         self.transport.run_jobs()
 
     def answer_all(self) -> None:
         """Answer every batch once, including those that follow from an answer, as if no operation had an effect."""
-        for rank, batch in self.transport.sent:  # which grows meanwhile
+        for rank, batch in self.transport.sent:  # grows while it is iterated
             self.context._sender.answered(rank, ControlReply(batch.number, bytes(len(batch.operations))))
-            self.turn()
+            self.run_all()
 
     def assert_empty(self) -> None:
         assert not any(self.context.counts().values()), self.context.counts()
@@ -130,7 +130,7 @@ def worker() -> Worker:
     return Worker()
 
 
-def ends(function: Callable[[], object]) -> list[Any]:
+def run_with_timeout(function: Callable[[], object]) -> list[Any]:
     """The result or exception of a function, run on a thread of its own because it may block forever."""
     results: list[Any] = []
 
@@ -147,11 +147,11 @@ def ends(function: Callable[[], object]) -> list[Any]:
     return results
 
 
-# A value that is asked for before the call that makes it has come
+# Requests for a value that arrive before the call that makes it
 
 
 @pytest.mark.parametrize("kind", [OperationKind.RECALL, OperationKind.FORGO])
-def test_who_asks_too_early_is_told_when_the_call_is_given_up(worker: Worker, kind: OperationKind) -> None:
+def test_early_request_for_a_value_fails_when_its_call_is_given_up(worker: Worker, kind: OperationKind) -> None:
     rref, fork = GlobalId(ANN, 0), GlobalId(ANN, 1)
     slot = worker.context.values.slot_of(rref, exists=False)
     other = worker.context.values.slot_of(GlobalId(ANN, 7), exists=False)
@@ -164,14 +164,14 @@ def test_who_asks_too_early_is_told_when_the_call_is_given_up(worker: Worker, ki
     assert not other.done
 
 
-def test_who_asks_after_the_call_was_recalled_is_told_at_once(worker: Worker) -> None:
+def test_request_for_a_value_of_a_recalled_call_fails_at_once(worker: Worker) -> None:
     rref = GlobalId(ANN, 0)
     worker.operate(ANN, 1, Operation(OperationKind.RECALL, rref, GlobalId(ANN, 1)))
     with pytest.raises(ReferenceLostError, match="lost"):
         worker.context.values.slot_of(rref, exists=False)
 
 
-def test_who_asks_for_a_value_of_a_dead_creator_is_told_at_once(worker: Worker) -> None:
+def test_request_for_a_value_of_a_dead_creator_fails_at_once(worker: Worker) -> None:
     early = worker.context.values.slot_of(GlobalId(ANN, 0), exists=False)
     worker.context.died(ANN)
     assert isinstance(early.error, ReferenceLostError)
@@ -180,8 +180,8 @@ def test_who_asks_for_a_value_of_a_dead_creator_is_told_at_once(worker: Worker) 
     assert not worker.context.values.slot_of(GlobalId(BOB, 0), exists=False).done
 
 
-def test_who_asks_while_a_death_is_dealt_with_is_told_as_well(worker: Worker) -> None:
-    """Whoever waited is called while it is not over yet, and asks for the next one."""
+def test_request_made_while_a_death_is_handled_fails_too(worker: Worker) -> None:
+    """A callback that runs while the death is being handled asks for another value."""
     late: list[Any] = []
 
     def ask() -> None:
@@ -197,10 +197,10 @@ def test_who_asks_while_a_death_is_dealt_with_is_told_as_well(worker: Worker) ->
     assert not worker.context.values.early_slots
 
 
-# Messages of the dead
+# Messages from dead workers
 
 
-def test_a_batch_of_a_dead_worker_is_refused(worker: Worker) -> None:
+def test_batch_of_a_dead_worker_is_refused(worker: Worker) -> None:
     value = worker.owned()
     fork = worker.pass_own(value, BOB)
     worker.operate(BOB, 1, Operation(OperationKind.ACCEPT, value.rref, fork.fork))
@@ -208,11 +208,11 @@ def test_a_batch_of_a_dead_worker_is_refused(worker: Worker) -> None:
     with pytest.raises(ConnectionLostError, match="dead"):
         worker.operate(ANN, 1, Operation(OperationKind.REGISTER, value.rref, GlobalId(ANN, 7), True))
     worker.operate(BOB, 2, Operation(OperationKind.DELETE, value.rref, fork.fork))
-    worker.turn()
+    worker.run_all()
     worker.assert_empty()
 
 
-def test_a_batch_of_an_instance_whose_place_is_taken_is_refused(worker: Worker) -> None:
+def test_batch_of_a_replaced_instance_is_refused(worker: Worker) -> None:
     value = worker.owned()
     fork = worker.pass_own(value, BOB)
     worker.context.instances.meet(ANN, "old")
@@ -225,7 +225,7 @@ def test_a_batch_of_an_instance_whose_place_is_taken_is_refused(worker: Worker) 
     assert value.forks == {fork.fork: BOB, GlobalId(ANN, 7): ANN}
 
 
-def test_an_instance_that_takes_a_place_is_not_dead(worker: Worker) -> None:
+def test_instance_that_replaces_a_dead_one_is_not_dead(worker: Worker) -> None:
     worker.context.instances.meet(ANN, "old")
     worker.context.died(ANN)
     assert worker.context.instances.is_dead(ANN, "old")
@@ -237,55 +237,53 @@ def test_an_instance_that_takes_a_place_is_not_dead(worker: Worker) -> None:
 # Messages that were not sent, or may have been
 
 
-def test_a_call_to_ourselves_that_is_lost_leaves_nothing(worker: Worker) -> None:
+def test_lost_call_to_the_same_worker_leaves_nothing(worker: Worker) -> None:
     worker.pass_own(worker.owned(), ME)
     assert not worker.context.settled
     worker.context.route_lost(ROUTE, ME)
-    worker.turn()
+    worker.run_all()
     worker.assert_empty()
 
 
-def test_a_fork_in_doubt_is_asked_for(worker: Worker) -> None:
+def test_fork_in_doubt_is_revoked(worker: Worker) -> None:
     fork = worker.pass_own(worker.owned(), ANN)
     worker.context.doubted([fork])
-    worker.turn()
+    worker.run_all()
     assert worker.transport.sent_kinds() == [(ANN, OperationKind.REVOKE)]
     worker.context._sender.answered(ANN, ControlReply(worker.transport.sent[0][1].number, b"\0"))
-    worker.turn()
+    worker.run_all()
     worker.assert_empty()
 
 
 @pytest.mark.parametrize("sent", [True, False])
-def test_a_creation_that_is_abandoned_is_no_reference_any_more(worker: Worker, sent: bool) -> None:
+def test_abandoned_creation_leaves_no_reference(worker: Worker, sent: bool) -> None:
     record = worker.context.users.create(ANN, "here")
     worker.context.abandon(record, sent)
-    worker.turn()
+    worker.run_all()
     assert worker.transport.sent_kinds() == ([(ANN, OperationKind.RECALL), (ANN, OperationKind.FORGO)] if sent else [])
     for rank, batch in worker.transport.sent:
         worker.context._sender.answered(rank, ControlReply(batch.number, bytes(len(batch.operations))))
-    worker.turn()
+    worker.run_all()
     worker.assert_empty()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the store is gone"), OSError("no descriptors"), KeyError(1)])
-def test_a_batch_that_can_not_be_sent_is_sent_again_whatever_the_reason(worker: Worker, error: Exception) -> None:
+def test_batch_is_sent_again_after_any_error(worker: Worker, error: Exception) -> None:
     worker.transport.batch_failures.append(error)
     record = worker.context.users.create(ANN, "here")
     worker.context.users.created(record)
     held = worker.context.users.hold(record)
     del held
-    worker.turn()
-    worker.turn()
+    worker.run_all()
+    worker.run_all()
     assert worker.transport.suspected == [ANN]
-    worker.turn()
+    worker.run_all()
     assert worker.transport.sent_kinds() == [(ANN, OperationKind.DELETE)]
     worker.context._sender.answered(ANN, ControlReply(worker.transport.sent[0][1].number, b"\1"))
     worker.assert_empty()
 
 
-def test_what_is_to_be_sent_while_an_answer_is_taken_in_is_not_forgotten(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_operation_added_while_a_reply_is_processed_is_sent(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread sends when the answer has arrived but the state machine has not processed it yet."""
     first, second = (worker.pass_own(worker.owned(), ANN) for _ in range(2))
     batches = worker.context._sender
@@ -298,28 +296,28 @@ def test_what_is_to_be_sent_while_an_answer_is_taken_in_is_not_forgotten(
         take_in(peer, reply)
 
     worker.context.doubted([first])
-    worker.turn()
+    worker.run_all()
     monkeypatch.setattr(batches, "_replied", another_is_faster)
     worker.answer_all()
     worker.assert_empty()
-    assert [batch.number for _, batch in worker.transport.sent] == [1, 2]  # and none was sent twice
+    assert [batch.number for _, batch in worker.transport.sent] == [1, 2]  # none was sent twice
 
 
 # Interrupts
 
 
-def test_an_interrupt_between_a_step_and_what_follows_loses_no_batch(worker: Worker) -> None:
+def test_interrupt_before_a_batch_is_submitted_does_not_lose_it(worker: Worker) -> None:
     fork = worker.pass_own(worker.owned(), ANN)
     worker.transport.job_failures.append(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         worker.context.doubted([fork])
     assert worker.transport.lockfree_timers == 1
     assert not worker.context.settled
-    worker.turn()
+    worker.run_all()
     assert worker.transport.sent_kinds() == [(ANN, OperationKind.REVOKE)]
 
 
-def test_an_interrupt_while_a_value_is_freed_does_not_keep_it(worker: Worker) -> None:
+def test_interrupt_while_a_value_is_freed_does_not_leak_it(worker: Worker) -> None:
     freed: list[int] = []
 
     class Value:
@@ -332,7 +330,7 @@ def test_an_interrupt_while_a_value_is_freed_does_not_keep_it(worker: Worker) ->
     worker.transport.job_failures.append(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         worker.context.not_sent([fork])
-    worker.turn()
+    worker.run_all()
     assert freed == [1]
     worker.assert_empty()
 
@@ -340,17 +338,18 @@ def test_an_interrupt_while_a_value_is_freed_does_not_keep_it(worker: Worker) ->
 # Finalisers that make calls
 
 
-def test_a_finaliser_that_calls_while_its_thread_is_inside_is_told(worker: Worker) -> None:
-    """It would wait for its own thread."""
+def test_finaliser_that_re_enters_the_context_raises(worker: Worker) -> None:
+    """It would deadlock: the lock is held by its own thread."""
     context = worker.context
 
     def finaliser() -> None:
         context.values.own(ValueSlot())
 
-    (outcome,) = ends(lambda: context._do(finaliser))
+    (outcome,) = run_with_timeout(lambda: context._do(finaliser))
     assert isinstance(outcome, UsageError)
     assert "__del__" in str(outcome)
-    assert ends(lambda: context.values.own(ValueSlot()).state.name) == ["FREED"]  # nobody is left inside
+    # The context is usable again.
+    assert run_with_timeout(lambda: context.values.own(ValueSlot()).state.name) == ["FREED"]
 
 
 _USES: dict[str, Callable[[RRefContext], object]] = {
@@ -365,8 +364,8 @@ _USES: dict[str, Callable[[RRefContext], object]] = {
 
 
 @pytest.mark.parametrize("use", _USES)
-def test_whatever_a_finaliser_does_while_its_thread_is_inside_it_is_told(worker: Worker, use: str) -> None:
-    (outcome,) = ends(lambda: worker.context._do(_USES[use], worker.context))
+def test_every_use_by_a_finaliser_inside_the_context_raises(worker: Worker, use: str) -> None:
+    (outcome,) = run_with_timeout(lambda: worker.context._do(_USES[use], worker.context))
     assert isinstance(outcome, UsageError)
 
 
@@ -374,18 +373,18 @@ def test_whatever_a_finaliser_does_while_its_thread_is_inside_it_is_told(worker:
     ("use", "step"),
     [("counts", "counts"), ("concerned_with", "concerns"), ("slot_of", "find"), ("route_lost", "concerns")],
 )
-def test_whatever_its_thread_does_inside_a_finaliser_is_told(
+def test_finaliser_raises_whatever_its_thread_does_inside_the_context(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, use: str, step: str
 ) -> None:
     def collect_garbage(*args: object) -> None:
         worker.context.values.own(ValueSlot())
 
     monkeypatch.setattr(worker.context._machine, step, collect_garbage)
-    (outcome,) = ends(lambda: _USES[use](worker.context))
+    (outcome,) = run_with_timeout(lambda: _USES[use](worker.context))
     assert isinstance(outcome, UsageError)
 
 
-def test_breaking_off_lets_go_of_the_value_outside_of_the_lock() -> None:
+def test_break_off_drops_the_value_outside_the_lock() -> None:
     slot = ValueSlot()
     seen: list[Any] = []
 
@@ -394,7 +393,7 @@ def test_breaking_off_lets_go_of_the_value_outside_of_the_lock() -> None:
             slot.when_done(lambda: seen.append(type(slot.error)))
 
     slot.fill(Value())
-    ends(lambda: slot.break_off(TimeoutError()))
+    run_with_timeout(lambda: slot.break_off(TimeoutError()))
     assert seen == [TimeoutError]
     with pytest.raises(TimeoutError):
         slot.get()

@@ -20,44 +20,44 @@ from farprop.runtime import secret as found_secret
 from farprop.runtime.secret import FoundSecret, check_settings, find_secret
 
 
-def alone(_: str, value: str) -> str:
+def own_proposal(_: str, value: str) -> str:
     """An ``agree`` for a single worker: it gets its own proposal."""
     return value
 
 
-def test_a_found_secret_is_shared_private_and_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_found_secret_is_shared_private_and_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with closing(FoundSecret("job", alone)) as first, closing(FoundSecret("job", alone)) as second:
+    with closing(FoundSecret("job", own_proposal)) as first, closing(FoundSecret("job", own_proposal)) as second:
         assert first.text == second.text
         assert first.file.stat().st_mode & 0o777 == 0o600
         assert first.file.parent.stat().st_mode & 0o777 == 0o700
-        with closing(FoundSecret("other job", alone)) as other:
+        with closing(FoundSecret("other job", own_proposal)) as other:
             assert other.text != first.text
             assert len(os.listdir(first.file.parent)) == 2
         first.remove()
         assert not first.file.exists()
-        with closing(FoundSecret("job", alone)) as renewed:
+        with closing(FoundSecret("job", own_proposal)) as renewed:
             assert renewed.text != first.text
-    assert os.listdir(first.file.parent) == []  # the last one to use one removes it
+    assert os.listdir(first.file.parent) == []  # the last user of a secret removes it
 
 
-def test_secrets_that_nobody_uses_any_more_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_secrets_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    left_over = FoundSecret("a job whose workers were killed", alone)
-    os.close(left_over._descriptor)  # as the system does it then
+    left_over = FoundSecret("a job whose workers were killed", own_proposal)
+    os.close(left_over._descriptor)  # as the kernel does when a process is killed
     left_over._descriptor = -1
     assert left_over.file.exists()
     (left_over.file.parent / "half.secret.123.abc").write_text("made by a worker that was killed a moment later")
-    with closing(FoundSecret("job", alone)) as used, closing(FoundSecret("another", alone)) as newer:
+    with closing(FoundSecret("job", own_proposal)) as used, closing(FoundSecret("another", own_proposal)) as newer:
         assert sorted(left_over.file.parent.iterdir()) == sorted([used.file, newer.file])
 
 
-def test_a_left_over_secret_that_another_worker_replaces_meanwhile(
+def test_stale_secret_replaced_by_another_worker_meanwhile_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While one worker examines a left-over file, another replaces and locks it. The new file must stay."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    left_over = FoundSecret("job", alone)
+    left_over = FoundSecret("job", own_proposal)
     os.close(left_over._descriptor)
     left_over._descriptor = -1
     flock, others = fcntl.flock, list[FoundSecret]()
@@ -65,29 +65,30 @@ def test_a_left_over_secret_that_another_worker_replaces_meanwhile(
     def after_the_other(descriptor: int, how: int) -> None:
         if how & fcntl.LOCK_EX and not others:
             monkeypatch.setattr(fcntl, "flock", flock)
-            others.append(FoundSecret("job", alone))
+            others.append(FoundSecret("job", own_proposal))
         flock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", after_the_other)
-    with closing(FoundSecret("job", alone)) as own, closing(others[0]) as other:
+    with closing(FoundSecret("job", own_proposal)) as own, closing(others[0]) as other:
         assert own.text == other.text != left_over.text
 
 
 def test_given_secrets(tmp_path: Path) -> None:
-    find_secret(Settings(secret=os.fsdecode(os.urandom(40).replace(b"\0", b"x"))), "job", alone)  # bytes of any kind
+    # Any bytes are allowed.
+    find_secret(Settings(secret=os.fsdecode(os.urandom(40).replace(b"\0", b"x"))), "job", own_proposal)
     good = "5f2e" + "0123456789abcdef" * 2 + "77"
-    a = find_secret(Settings(secret=good), "job", alone)
-    assert a.key == find_secret(Settings(secret=good + "\n"), "another job", alone).key
+    a = find_secret(Settings(secret=good), "job", own_proposal)
+    assert a.key == find_secret(Settings(secret=good + "\n"), "another job", own_proposal).key
     assert not a.was_found
     insecure = Settings(insecure=True)
-    assert find_secret(insecure, "j", alone).key == find_secret(insecure, "k", alone).key != a.key
+    assert find_secret(insecure, "j", own_proposal).key == find_secret(insecure, "k", own_proposal).key != a.key
     assert good not in repr(a) + repr(Settings(secret=good))
     file = tmp_path / "secret"
     file.write_text(good)
     file.chmod(0o600)
-    assert find_secret(Settings(secret_file=str(file)), "job", alone).key == a.key
+    assert find_secret(Settings(secret_file=str(file)), "job", own_proposal).key == a.key
     with pytest.raises(UsageError, match="is not a file"):
-        find_secret(Settings(secret_file="/dev/null"), "job", alone)
+        find_secret(Settings(secret_file="/dev/null"), "job", own_proposal)
 
 
 @pytest.mark.parametrize(
@@ -103,9 +104,9 @@ def test_given_secrets(tmp_path: Path) -> None:
         "12" * 30,
     ],
 )
-def test_secrets_that_can_be_guessed_are_refused(weak: str) -> None:
+def test_guessable_secrets_are_refused(weak: str) -> None:
     with pytest.raises(UsageError, match="FARPROP_SECRET can be guessed.*token_hex"):
-        find_secret(Settings(secret=weak), "job", alone)
+        find_secret(Settings(secret=weak), "job", own_proposal)
 
 
 def test_random_secrets_are_not_refused() -> None:
@@ -120,22 +121,25 @@ def test_random_secrets_are_not_refused() -> None:
 
 
 @pytest.mark.parametrize("place", ["missing", "file"])
-def test_a_runtime_directory_that_can_t_be_used(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_runtime_directory_falls_back_to_the_temporary_one(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if place == "file":
         (tmp_path / place).touch()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / place))
-    with closing(FoundSecret("job", alone)) as found:
+    with closing(FoundSecret("job", own_proposal)) as found:
         assert str(found.file).startswith(tempfile.gettempdir())
 
 
-def test_a_directory_that_somebody_else_has_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first worker makes another directory and publishes its name. Others use it only if they own it alone."""
+def test_directory_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first worker makes another directory and publishes its name. Others use it only if they alone own it."""
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # so what this user makes is another's
+    # So the files that this user makes seem to belong to another user.
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     (tmp_path / f"farprop-{os.geteuid()}").mkdir()
     monkeypatch.setattr(found_secret, "_usable", lambda path: path.name != f"farprop-{os.geteuid()}")
-    with closing(FoundSecret("job", alone)) as first:
+    with closing(FoundSecret("job", own_proposal)) as first:
         said = first.file.parent.name
         with closing(FoundSecret("job", lambda *_: said)) as second:
             assert second.text == first.text
@@ -150,7 +154,7 @@ def test_a_directory_that_somebody_else_has_taken(tmp_path: Path, monkeypatch: p
 KEYS = Keys(b"k" * 32, "job", CALLS)
 
 
-def test_what_was_signed_is_read_where_it_was_put() -> None:
+def test_signed_value_is_read_only_with_its_own_key_and_name() -> None:
     value = KEYS.sign("worker/1", "text").encode()
     assert KEYS.read("worker/1", value) == b"text"
     assert KEYS.read("e", KEYS.sign("e", "").encode()) == b""
@@ -163,7 +167,7 @@ def test_what_was_signed_is_read_where_it_was_put() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(value=st.binary(max_size=200), at=st.integers(0, 100), bit=st.integers(0, 7))
-def test_whatever_else_the_store_holds_is_unsigned(value: bytes, at: int, bit: int) -> None:
+def test_garbage_and_altered_values_are_unsigned(value: bytes, at: int, bit: int) -> None:
     altered = bytearray(KEYS.sign("worker/1", "some text, signed").encode())
     altered[at % len(altered)] ^= 1 << bit
     for wrong in (value, bytes(altered)):

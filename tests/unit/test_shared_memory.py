@@ -52,7 +52,7 @@ def mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:farprop")
 
 
-def test_a_lent_segment_is_not_touched_until_it_comes_back() -> None:
+def test_lent_segment_is_not_reused_until_it_is_returned() -> None:
     pair = Pair()
     chance = random.Random(1)
     held: dict[int, tuple[memoryview, bytes]] = {}
@@ -66,7 +66,7 @@ def test_a_lent_segment_is_not_touched_until_it_comes_back() -> None:
         for view, expected in held.values():
             assert view == expected
         pair.pool.validate()
-    assert mappings() < 100  # of 600 if each message made its own: they are reused
+    assert mappings() < 100  # segments are reused; with one for each message there would be 600
     held.clear()
     del view
     pair.settle()
@@ -75,7 +75,7 @@ def test_a_lent_segment_is_not_touched_until_it_comes_back() -> None:
     assert mappings() == 0
 
 
-def test_a_tensor_keeps_its_segment_and_its_end_gives_it_back() -> None:
+def test_segment_is_returned_when_its_last_tensor_is_gone() -> None:
     pair = Pair()
     tensor = torch.frombuffer(pair.send(b"\1" * 100 * KIB), dtype=torch.uint8)
     part = tensor[5:10]
@@ -89,7 +89,7 @@ def test_a_tensor_keeps_its_segment_and_its_end_gives_it_back() -> None:
     pair.close()
 
 
-def test_the_pools_limit_drops_the_oldest_free_segments() -> None:
+def test_pool_drops_free_segments_over_its_limit() -> None:
     pair = Pair(limit=500 * KIB)
     views = [pair.send(bytes(200 * KIB)) for _ in range(5)]
     views.clear()
@@ -100,7 +100,7 @@ def test_the_pools_limit_drops_the_oldest_free_segments() -> None:
     assert pair.pool.free_bytes == 0
 
 
-def test_closing_drops_what_is_lent_but_the_receiver_keeps_reading() -> None:
+def test_receiver_can_read_a_segment_after_the_sender_closes() -> None:
     pair = Pair()
     view = pair.send(b"x" * 70 * KIB)
     pair.close()
@@ -110,7 +110,7 @@ def test_closing_drops_what_is_lent_but_the_receiver_keeps_reading() -> None:
     assert mappings() == 0
 
 
-def test_much_that_is_returned_is_noted() -> None:
+def test_return_of_a_large_segment_notifies() -> None:
     pair = Pair()
     view = pair.send(bytes(17 << 20))
     assert pair.notes == 0
@@ -142,13 +142,13 @@ def test_nonsense_is_a_protocol_error() -> None:
     pair.close()
 
 
-def test_no_memory_is_none() -> None:
+def test_failed_allocation_returns_none() -> None:
     pair = Pair()
     assert pair.sender._take(1 << 62) is None
     pair.close()
 
 
-def test_a_full_passage_is_no_memory_and_segments_may_be_asked_for_in_any_order() -> None:
+def test_lend_returns_none_when_the_fd_channel_is_full_and_segments_arrive_in_any_order() -> None:
     pair = Pair()
     segments = []
     while (segment := pair.sender.lend(memoryview(bytearray(64 * KIB)))) is not None:

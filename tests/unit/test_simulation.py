@@ -23,7 +23,7 @@ LIMIT = 2000  # seeds within which a mutant has to be killed
 MUTANTS = mutants_of("references")
 
 
-def test_healthy() -> None:
+def test_no_seed_fails() -> None:
     failed = [replay(outcome, None) for outcome in run_all(range(SEEDS), jobs=1, mutant=None) if outcome.failure]
     assert failed == []
 
@@ -36,7 +36,7 @@ def test_every_mutant_is_killed(mutant: str) -> None:
     assert healthy.failure is None, "without the mutant, nothing is wrong with that seed"
 
 
-def test_a_mutant_is_there_only_for_a_while() -> None:
+def test_mutant_is_removed_afterwards() -> None:
     mutant = MUTANTS["children-not-held"]
     before = getattr(mutant.owner, mutant.method)
     with pytest.raises(ZeroDivisionError), mutated("children-not-held"):
@@ -45,7 +45,7 @@ def test_a_mutant_is_there_only_for_a_while() -> None:
     assert getattr(mutant.owner, mutant.method) is before
 
 
-def test_the_runs_have_everything_in_them() -> None:
+def test_runs_cover_all_messages_and_faults() -> None:
     report = Report()
     for outcome in run_all(range(100), jobs=1, mutant=None):
         report.add(outcome)
@@ -59,8 +59,8 @@ def test_the_runs_have_everything_in_them() -> None:
     assert {len(World(seed, tracing=False).workers) for seed in range(100)} == {2, 3, 4, 5}
 
 
-def test_a_seed_is_always_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """Also in another process, where sets and dictionaries of names have another order."""
+def test_seed_determines_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also in another process, where hash randomisation gives sets another order."""
     run(3, tracing=True)
     trace = capsys.readouterr().out
     assert len(trace.splitlines()) > 100
@@ -72,7 +72,7 @@ def test_a_seed_is_always_the_same_run(capsys: pytest.CaptureFixture[str]) -> No
         assert done.stdout == trace + "all is well\n"
 
 
-def test_a_failing_seed_prints_the_line_that_replays_it() -> None:
+def test_failing_seed_prints_the_command_that_replays_it() -> None:
     done = _command("--seeds", "60", "--jobs", "2", "--mutant", "children-not-held")
     assert done.returncode == 1
     line = done.stdout.splitlines()[0]
@@ -87,7 +87,7 @@ def test_a_failing_seed_prints_the_line_that_replays_it() -> None:
     assert re.search(rf"^60 seeds, [\d,]+ steps, \d+ s: {failed} failed$", done.stdout, re.MULTILINE)
 
 
-def test_report() -> None:
+def test_report_has_the_totals() -> None:
     report = Report()
     report.add(Outcome(1, None, Counter(steps=1000, calls=5, crashes=2)))
     report.add(Outcome(2, "something", Counter(steps=500, crashes=1, REVOKE=7)))
@@ -99,7 +99,7 @@ def test_report() -> None:
     assert re.search(r"crashes +3 +2\n?$", text)
 
 
-def test_whatever_the_machine_raises_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_exception_of_a_run_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(world: World) -> None:
         raise KeyError("lost")
 
@@ -110,13 +110,13 @@ def test_whatever_the_machine_raises_is_a_failure(monkeypatch: pytest.MonkeyPatc
     assert run(1).failure == "Violation: left"
 
 
-def test_the_docs_are_current() -> None:
+def test_docs_are_up_to_date() -> None:
     page = (ROOT / "docs" / "references.md").read_text()
     assert diagram.updated(page) == page, "run python -m tests.diagram"
     assert f"in {len(MUTANTS)} ways" in page
 
 
-def test_the_diagrams_follow_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_diagrams_follow_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "references.md").read_text()
     monkeypatch.setitem(USER_TABLE, (User.VOID, UserEvent.REGISTERED), User.CONFIRMED)
     added = set(diagram.updated(page).splitlines()) - set(page.splitlines())

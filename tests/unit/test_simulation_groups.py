@@ -10,7 +10,7 @@ from tests.simulation.runner import Report, mutants_of, replay, run_all
 SEEDS = 4000
 
 
-def test_healthy() -> None:
+def test_no_seed_fails() -> None:
     report = Report("groups")
     for outcome in run_all(range(SEEDS), jobs=1, mutant=None, kind="groups"):
         assert outcome.failure is None, replay(outcome, None)

@@ -21,17 +21,17 @@ SEEDS = 400
 MUTANTS = mutants_of("passes")
 
 
-def _is_of_runtime(mutant: str) -> bool:
+def _is_runtime_mutant(mutant: str) -> bool:
     function = MUTANTS[mutant].replacement
     return getattr(function, "__module__", "") == runtime_mutants.__name__
 
 
 def _limit(mutant: str) -> int:
-    """Seeds within which a mutant has to be killed. Those of the runtime need more than one thing to go wrong."""
-    return 2000 if _is_of_runtime(mutant) else 500
+    """Seeds within which a mutant has to be killed. Runtime mutants need more than one fault at a time."""
+    return 2000 if _is_runtime_mutant(mutant) else 500
 
 
-def test_healthy() -> None:
+def test_no_seed_fails() -> None:
     outcomes = run_all(range(SEEDS), jobs=1, mutant=None, kind="passes")
     assert [replay(outcome, None) for outcome in outcomes if outcome.failure] == []
 
@@ -46,12 +46,12 @@ def test_every_mutant_is_killed(mutant: str) -> None:
 
 
 def test_there_are_mutants_of_both_kinds() -> None:
-    of_runtime = [mutant for mutant in MUTANTS if _is_of_runtime(mutant)]
+    of_runtime = [mutant for mutant in MUTANTS if _is_runtime_mutant(mutant)]
     assert len(of_runtime) >= 5
     assert len(MUTANTS) - len(of_runtime) >= 20
 
 
-def test_the_runs_have_everything_in_them() -> None:
+def test_runs_cover_all_messages_and_faults() -> None:
     report = Report("passes")
     for outcome in run_all(range(200), jobs=1, mutant=None, kind="passes"):
         report.add(outcome)
@@ -64,8 +64,8 @@ def test_the_runs_have_everything_in_them() -> None:
     assert {len(World(seed, tracing=False).workers) for seed in range(100)} == {2, 3, 4, 5}
 
 
-def test_a_seed_is_always_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """Also in another process, where sets and dictionaries of names have another order."""
+def test_seed_determines_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also in another process, where hash randomisation gives sets another order."""
     run(2, tracing=True)
     trace = capsys.readouterr().out
     assert len(trace.splitlines()) > 50
@@ -75,7 +75,7 @@ def test_a_seed_is_always_the_same_run(capsys: pytest.CaptureFixture[str]) -> No
         assert done.stdout == trace + "all is well\n"
 
 
-def test_a_failing_seed_prints_the_line_that_replays_it() -> None:
+def test_failing_seed_prints_the_command_that_replays_it() -> None:
     done = _command("--seeds", "60", "--jobs", "2", "--mutant", "ends-though-blocked")
     assert done.returncode == 1
     match = re.fullmatch(
@@ -87,7 +87,7 @@ def test_a_failing_seed_prints_the_line_that_replays_it() -> None:
     assert again.stdout.splitlines()[-1] == match[2]
 
 
-def test_the_line_says_which_kind_of_job() -> None:
+def test_replay_command_names_the_kind() -> None:
     outcome = Outcome(7, "something", run(7).counts, "passes")
     assert replay(outcome, None) == "python -m tests.simulation --kind passes --seed 7  # something"
 
@@ -98,7 +98,7 @@ def test_one_command_runs_both_kinds() -> None:
     assert re.search(r"^Remote references:\n5 seeds(.*\n)+Backward passes:\n5 seeds", done.stdout)
 
 
-def test_whatever_the_machine_raises_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_exception_of_a_run_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(world: World) -> None:
         raise KeyError("lost")
 

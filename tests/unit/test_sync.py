@@ -9,21 +9,21 @@ import pytest
 from farprop.runtime.sync import OneShot, Waker
 
 
-def test_a_one_shot_that_was_set_before_does_not_wait() -> None:
+def test_one_shot_that_is_already_set_does_not_wait() -> None:
     event = OneShot()
     assert not event.wait(timeout=0.001)
     event.set()
     assert event.wait(timeout=0)
 
 
-def test_a_one_shot_is_set_once() -> None:
+def test_setting_a_one_shot_twice_raises() -> None:
     event = OneShot()
     event.set()
     with pytest.raises(RuntimeError):
         event.set()
 
 
-def test_a_one_shot_wakes_the_thread_that_waits() -> None:
+def test_one_shot_wakes_the_waiting_thread() -> None:
     event, woken = OneShot(), []
     thread = threading.Thread(target=lambda: woken.append(event.wait(timeout=10)))
     thread.start()
@@ -32,7 +32,7 @@ def test_a_one_shot_wakes_the_thread_that_waits() -> None:
     assert woken == [True]
 
 
-def test_a_waker_wakes_again_and_again_and_counts_what_nobody_saw_as_one() -> None:
+def test_waker_can_be_reused_and_merges_unseen_wakes() -> None:
     waker = Waker()
     for _ in range(3):
         assert not waker.wait(timeout=0)

@@ -1,4 +1,4 @@
-"""The loop and its pool: who polls, the limit, waiting, timers."""
+"""The thread pool and its event loop: the polling thread, the limit, blocked threads, timers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def source(pool: ThreadPool) -> Iterator[Source]:
     made.close()
 
 
-def test_a_short_request_runs_on_the_thread_that_read_it(pool: ThreadPool, source: Source) -> None:
+def test_short_request_runs_on_the_thread_that_read_it(pool: ThreadPool, source: Source) -> None:
     held: list[bool] = []
     done = threading.Event()
 
@@ -71,7 +71,7 @@ def test_a_short_request_runs_on_the_thread_that_read_it(pool: ThreadPool, sourc
     assert held == [True]
 
 
-def test_a_slow_request_does_not_keep_others_from_being_read(pool: ThreadPool, source: Source) -> None:
+def test_slow_request_does_not_stop_reading(pool: ThreadPool, source: Source) -> None:
     gate, second = threading.Event(), threading.Event()
     source.request(lambda: gate.wait(20))
     source.request(second.set)
@@ -79,7 +79,7 @@ def test_a_slow_request_does_not_keep_others_from_being_read(pool: ThreadPool, s
     gate.set()
 
 
-def test_the_limit_holds_and_waiting_does_not_count(pool: ThreadPool, source: Source) -> None:
+def test_blocked_requests_do_not_count_towards_the_limit(pool: ThreadPool, source: Source) -> None:
     gate, reached = threading.Event(), threading.Semaphore(0)
     fourth = threading.Event()
 
@@ -102,7 +102,7 @@ def test_the_limit_holds_and_waiting_does_not_count(pool: ThreadPool, source: So
     assert fourth.wait(10)
 
 
-def test_leading_while_waiting_leaves_requests_to_others(pool: ThreadPool, source: Source) -> None:
+def test_poll_until_leaves_requests_to_other_threads(pool: ThreadPool, source: Source) -> None:
     flag: list[int] = []
     finished = threading.Event()
     outcome: list[bool] = []
@@ -141,7 +141,7 @@ def test_poll_until_stops_at_its_deadline(pool: ThreadPool, source: Source) -> N
     assert outcome == [False]
 
 
-def test_a_timer_wakes_the_loop_that_sleeps_for_a_later_one(loop: EventLoop) -> None:
+def test_earlier_timer_wakes_the_sleeping_loop(loop: EventLoop) -> None:
     ran = threading.Event()
     sleeps = threading.Event()
     loop.on_pause = sleeps.set
@@ -151,7 +151,7 @@ def test_a_timer_wakes_the_loop_that_sleeps_for_a_later_one(loop: EventLoop) -> 
     assert ran.wait(10)
 
 
-def test_a_timer_of_the_garbage_collector_wakes_the_loop(loop: EventLoop) -> None:
+def test_lockfree_timer_wakes_the_loop(loop: EventLoop) -> None:
     ran = threading.Event()
     sleeps = threading.Event()
     loop.on_pause = sleeps.set
@@ -161,13 +161,13 @@ def test_a_timer_of_the_garbage_collector_wakes_the_loop(loop: EventLoop) -> Non
     assert ran.wait(10)
 
 
-def test_a_timer_that_is_set_by_a_timer_runs(loop: EventLoop) -> None:
+def test_timer_set_by_a_timer_runs(loop: EventLoop) -> None:
     ran = threading.Event()
     loop.call_at(time.monotonic(), lambda: loop.call_at(time.monotonic() + 0.02, ran.set) and None)
     assert ran.wait(10)
 
 
-def test_a_timer_that_raises_does_not_end_the_loop(loop: EventLoop, caplog: pytest.LogCaptureFixture) -> None:
+def test_timer_that_raises_does_not_stop_the_loop(loop: EventLoop, caplog: pytest.LogCaptureFixture) -> None:
     ran = threading.Event()
 
     def broken() -> None:
@@ -179,7 +179,7 @@ def test_a_timer_that_raises_does_not_end_the_loop(loop: EventLoop, caplog: pyte
     assert "unexpected error in a timer" in caplog.text
 
 
-def test_a_handler_that_raises_is_dropped_and_the_loop_goes_on(pool: ThreadPool, source: Source) -> None:
+def test_handler_that_raises_is_removed_and_the_loop_continues(pool: ThreadPool, source: Source) -> None:
     pipe = os.pipe()
 
     def broken(_: int) -> None:
@@ -194,7 +194,7 @@ def test_a_handler_that_raises_is_dropped_and_the_loop_goes_on(pool: ThreadPool,
     os.close(pipe[1])
 
 
-def test_what_was_submitted_runs_even_when_the_loop_closes() -> None:
+def test_submitted_jobs_run_even_when_the_pool_closes() -> None:
     pool = ThreadPool("last", 1, EventLoop())
     pool.start()
     ran: list[int] = []
@@ -204,7 +204,7 @@ def test_what_was_submitted_runs_even_when_the_loop_closes() -> None:
     assert sorted(ran) == list(range(100))
 
 
-def test_many_requests_from_many_turns_all_run_once(pool: ThreadPool, source: Source) -> None:
+def test_many_requests_each_run_once(pool: ThreadPool, source: Source) -> None:
     ran: list[int] = []
     done = threading.Event()
 

@@ -1,4 +1,4 @@
-"""The timer heap against a sorted list, with a clock of the test's own."""
+"""The timer heap against a sorted list, with a fake clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Model:
         self.ran += [number for _, number in due]
 
 
-def test_any_schedule_runs_as_a_sorted_list_would() -> None:
+def test_heap_agrees_with_a_sorted_list() -> None:
     for seed in range(5000):
         _run_schedule(random.Random(seed))
 
@@ -35,11 +35,11 @@ def _run_schedule(chance: random.Random) -> None:
     ran: list[int] = []
     handles: dict[int, TimerHandle] = {}
     now = 0.0
-    # Some schedules cancel nearly all that they set, as calls do whose answers come in time.
+    # Some schedules cancel nearly all of their timers, like calls that are answered before their deadline.
     weights = chance.choice([(4, 1, 1, 2), (6, 1, 6, 1), (3, 3, 1, 3)])
     for number in range(chance.randrange(1, 150)):
         action = chance.choices(("set", "lockfree", "cancel", "run"), weights)[0]
-        # No two at one time: which of them runs first is not promised.
+        # No two timers at one time: their order is not defined.
         when = now + chance.random() * 10 - 1 + number * 1e-9
         if action == "set":
             handles[number] = heap.call_at(when, lambda number=number: ran.append(number))
@@ -70,7 +70,7 @@ def _run_schedule(chance: random.Random) -> None:
     assert len(heap) == 0
 
 
-def test_a_timer_runs_once_and_can_not_be_cancelled_afterwards() -> None:
+def test_timer_runs_once_and_cannot_be_cancelled_afterwards() -> None:
     heap = TimerHeap()
     ran: list[float] = []
     handle = heap.call_at(1.0, lambda: ran.append(1.0))
@@ -82,7 +82,7 @@ def test_a_timer_runs_once_and_can_not_be_cancelled_afterwards() -> None:
     assert not handle.cancel()
 
 
-def test_cancelled_timers_do_not_pile_up_and_keep_nothing_alive() -> None:
+def test_cancelled_timers_do_not_accumulate_or_keep_objects_alive() -> None:
     class Owner:
         def callback(self) -> None: ...
 
@@ -97,7 +97,7 @@ def test_cancelled_timers_do_not_pile_up_and_keep_nothing_alive() -> None:
     assert seen() is None
 
 
-def test_a_callback_that_raises_is_logged_and_the_others_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_exception_in_a_callback_is_logged_and_other_timers_run(caplog: pytest.LogCaptureFixture) -> None:
     heap = TimerHeap()
     ran: list[int] = []
     heap.call_at(1.0, lambda: [][0])
@@ -108,7 +108,7 @@ def test_a_callback_that_raises_is_logged_and_the_others_run(caplog: pytest.LogC
 
 
 def test_callbacks_run_without_the_lock() -> None:
-    """They may set and cancel timers; those that are due at once run the next time."""
+    """Callbacks may set and cancel timers. Timers that are due at once run the next time."""
     heap = TimerHeap()
     ran: list[str] = []
     other = heap.call_at(5.0, lambda: ran.append("other"))
@@ -126,8 +126,8 @@ def test_callbacks_run_without_the_lock() -> None:
     assert ran == ["first", "second"]
 
 
-def test_without_the_lock_means_without_the_lock() -> None:
-    """A finaliser may run on a thread that is inside of the heap."""
+def test_call_at_lockfree_works_while_the_lock_is_held() -> None:
+    """A finaliser may run on a thread that holds the lock of the heap."""
     heap = TimerHeap()
     ran: list[int] = []
     with heap._lock:
@@ -136,7 +136,7 @@ def test_without_the_lock_means_without_the_lock() -> None:
     assert ran == [1]
 
 
-def test_threads_that_set_and_cancel_while_another_runs() -> None:
+def test_timers_set_and_cancelled_by_several_threads() -> None:
     heap = TimerHeap()
     ran: list[int] = []
     expected: list[int] = []

@@ -1,4 +1,4 @@
-"""TLS on a socket: streams in pieces of any size, from several threads; altered bytes are refused."""
+"""TLS on a socket: reads and writes of any size, from several threads; altered bytes are refused."""
 
 from __future__ import annotations
 
@@ -87,15 +87,15 @@ def test_both_ends_see_the_same_certificate() -> None:
     another = connect(Certificates(None), Certificates(None))
     for end in another[:2]:
         end.close()
-    assert another[2] != seen  # each process has its own
+    assert another[2] != seen  # each process has its own certificate
     again = connect(Certificates(None), listener)
     for end in again[:2]:
         end.close()
-    assert again[2] == seen  # and only one
+    assert again[2] == seen  # and uses it for all connections
 
 
 @pytest.mark.parametrize("largest", [1, 100, 20_000, 1 << 20])
-def test_whatever_the_pieces_all_of_it_arrives(largest: int) -> None:
+def test_stream_arrives_whole_whatever_the_piece_sizes(largest: int) -> None:
     parts = [os.urandom(random.choice([0, 1, 5, 300, 16 << 10, 300_000])) for _ in range(30 if largest > 1 else 3)]
     whole = b"".join(parts)
     with pair() as (client, server):
@@ -123,7 +123,7 @@ def test_both_directions_at_once_from_four_threads() -> None:
     assert got == {"there": there, "back": back}
 
 
-def test_a_full_socket_keeps_what_was_encrypted() -> None:
+def test_encrypted_bytes_are_kept_when_the_socket_is_full() -> None:
     with pair() as (client, server):
         data = os.urandom(1 << 20)
         taken = 0
@@ -143,18 +143,18 @@ def test_a_full_socket_keeps_what_was_encrypted() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 3, 20, -1])
-def test_a_changed_byte_is_a_protocol_error(at: int) -> None:
+def test_altered_byte_is_a_protocol_error(at: int) -> None:
     with pair() as (client, server):
         client._tls.write(b"a word that somebody changes")
         sealed = bytearray(client._outgoing.read())
         sealed[at] ^= 1
-        client._sock.sendall(sealed + bytes(20_000 if at == 3 else 0))  # at 3 it is the length
+        client._sock.sendall(sealed + bytes(20_000 if at == 3 else 0))  # byte 3 is in the length field
         with pytest.raises(ProtocolError, match="altered on its way"):
             while True:
                 server.recv(100)
 
 
-def test_the_end_of_the_stream_and_what_is_no_tls() -> None:
+def test_end_of_stream_and_plaintext_peer() -> None:
     with pair() as (client, server):
         client.close()
         assert server.recv(10) == b""
@@ -167,10 +167,10 @@ def test_the_end_of_the_stream_and_what_is_no_tls() -> None:
             server.sendmsg([b"x"], [(1, 1, b"")])
 
 
-# Certificates of the user's own
+# The user's own certificates
 
 
-def test_certificates_of_ones_own_must_be_signed_by_the_authority(tmp_path: Path) -> None:
+def test_own_certificates_must_be_signed_by_the_authority(tmp_path: Path) -> None:
     ours, other = CertificateAuthority(tmp_path, "ours"), CertificateAuthority(tmp_path, "other")
     one, two = Certificates(ours.issue("one")), Certificates(ours.issue("two"))
     client, server, seen = connect(one, two)
@@ -182,7 +182,7 @@ def test_certificates_of_ones_own_must_be_signed_by_the_authority(tmp_path: Path
             connect(dialer, listener)
 
 
-def test_files_that_can_t_be_used_are_said_at_the_start(tmp_path: Path) -> None:
+def test_unusable_certificate_files_are_reported_at_startup(tmp_path: Path) -> None:
     certificate, key, ca = CertificateAuthority(tmp_path, "ours").issue("one")
     for files in ((certificate, "/nowhere", ca), (key, key, ca), (certificate, key, "/nowhere")):
         with pytest.raises(UsageError, match="FARPROP_TLS_CERT.*can't be used"):
