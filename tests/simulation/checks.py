@@ -86,7 +86,7 @@ def broken(worker: Worker, value: OwnedValue) -> None:
 
 
 def made(worker: Worker, value: OwnedValue) -> None:
-    """A call arrived that makes a value: references to it here must be to this very record."""
+    """A call arrived that makes a value: references to it here must use this same record."""
     for thing in worker.everything():
         if isinstance(thing, OwnedValue) and thing.rref == value.rref and thing is not value:
             raise Violation(f"{show(value)} of worker {worker.rank} is there twice")

@@ -1,4 +1,4 @@
-"""What really happened in a run: who passed what to whom, which calls arrived, who crashed. And texts for the trace."""
+"""What really happened in a run: forks, calls that arrived, crashes. And texts for the trace."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Ledger:
         self.forks: dict[GlobalId, ForkHistory] = {}
         self.crashed: set[int] = set()
         self.dead_to_each_other: set[tuple[int, int]] = set()  # pairs, both ways round
-        self.ever_dead: set[int] = set()  # crashed, or taken for dead by anybody
+        self.ever_dead: set[int] = set()  # crashed, or believed dead by another worker
 
     def crash(self, rank: int) -> None:
         self.crashed.add(rank)
@@ -65,16 +65,16 @@ class Ledger:
         self.ever_dead.update((one, other))
 
     def is_dead_to(self, one: int, other: int) -> bool:
-        """Whether one of them has reason to take the other for dead."""
+        """Whether one of them has reason to believe the other dead."""
         return one in self.crashed or other in self.crashed or (one, other) in self.dead_to_each_other
 
     def excused(self, history: ForkHistory) -> bool:
-        """Whether a death can have cost the fork its value."""
+        """Whether a death can be the reason that the value of the fork is lost."""
         return any(rank in self.ever_dead for rank in history.lineage())
 
 
 def show(thing: object) -> object:
-    """What the trace prints for something."""
+    """The text of an object in the trace."""
     match thing:
         case GlobalId():
             return f"{thing.created_on}.{thing.local_id}"

@@ -1,4 +1,4 @@
-"""Mutants of the references' protocol, to see that the checks notice. Each replaces a method by a wrong one."""
+"""Mutants of the protocol of remote references, to see that the simulation kills them. Each replaces one method."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _release_if_free, _on_registered, _release_parent = (
 
 @mutant(ReliableReceiver, "take")
 def batches_done_again(self: ReliableReceiver, batch: Batch, execute: Callable[[Operation], bool]) -> ControlReply:
-    """A batch that comes again is done again."""
+    """A batch that arrives again is applied again."""
     return ControlReply(batch.number, bytes([execute(operation) for operation in batch.operations]))
 
 
@@ -72,7 +72,7 @@ def any_reply_will_do(self: ReliableSender, reply: ControlReply) -> Batch | None
 
 @mutant(ReliableSender, "current")
 def batches_grow(self: ReliableSender) -> Batch | None:
-    """Operations join a batch that is on its way already."""
+    """Operations are added to a batch that is already in flight."""
     if self._batch is None and self._waiting:
         self._number += 1
         self._batch = Batch(self._number, ())
@@ -96,7 +96,7 @@ def confirmed_on_arrival(self: ForksInTransit, fork: Fork, sender: int) -> UserR
 
 @mutant(ForksInTransit, "arrive")
 def accepted_on_arrival(self: ForksInTransit, fork: Fork, sender: int) -> UserReference | OwnedValue:
-    """The parent is told that it need not hold its own before the owner lists the child."""
+    """The parent is told that it may release its reference before the owner lists the child."""
     thing = _arrive(self, fork, sender)
     if thing.state is User.ARRIVED:
         self._plane.post(sender, Operation(OperationKind.ACCEPT, fork.rref, fork.fork))
@@ -105,7 +105,7 @@ def accepted_on_arrival(self: ForksInTransit, fork: Fork, sender: int) -> UserRe
 
 @mutant(UserSide, "release_if_free")
 def children_not_held(self: UserSide, reference: UserReference) -> None:
-    """A dropped reference is given back although the owner does not list a fork made from it."""
+    """A dropped reference is deleted although the owner does not yet list a fork made from it."""
     if reference.state is User.DROPPED:
         kind = OperationKind.DELETE if reference.exists else OperationKind.FORGO
         self._plane.post(reference.owner, Operation(kind, reference.rref, reference.fork, reference.orphans))
@@ -123,7 +123,7 @@ def own_fork_not_listed(self: ForksInTransit, source: UserReference | OwnedValue
 
 @mutant(ForksInTransit, "fork")
 def early_forks_say_exists(self: ForksInTransit, source: UserReference | OwnedValue, to: int, route: object) -> Fork:
-    """A fork of a value that is still to be made says that the owner has it."""
+    """A fork of a value that is not made yet says that the value exists."""
     return _fork(self, source, to, route)._replace(exists=True)
 
 
@@ -141,7 +141,7 @@ def never_awaited(self: OwnerSide, rref: GlobalId, exists: bool) -> OwnedValue |
 
 @mutant(OwnerSide, "_accept_all")
 def awaited_never_accepted(self: OwnerSide, value: OwnedValue) -> None:
-    """Forks that came home before the value are not accepted when it is made."""
+    """Forks that reached the owner before the value are not accepted when it is made."""
     value.accepts = {}
 
 
@@ -157,7 +157,7 @@ def forgo_forgotten(self: OwnerSide, rref: GlobalId, fork: GlobalId, orphans: bo
 
 @mutant(UserSide, "release_if_free")
 def doubtful_ends_silently(self: UserSide, reference: UserReference) -> None:
-    """The owner is not told when a reference ends whose call had no answer."""
+    """The owner is not told when a reference whose call had no answer ends."""
     if reference.state is User.DROPPED and not reference.children and not reference.exists:
         self.move(reference, UserEvent.CHILDREN_SAFE)
     else:
@@ -166,17 +166,17 @@ def doubtful_ends_silently(self: UserSide, reference: UserReference) -> None:
 
 @mutant(ForksInTransit, "route_lost")
 def lost_route_ignored(self: ForksInTransit, route: object) -> None:
-    """Nobody asks after the forks in messages on a broken connection."""
+    """Forks in messages on a broken connection are not revoked."""
 
 
 @mutant(ForksInTransit, "doubted")
 def doubts_ignored(self: ForksInTransit, forks: list[Fork]) -> None:
-    """Nobody asks after the forks in a message that may not have been sent."""
+    """Forks in a message that may not have been sent are not revoked."""
 
 
 @mutant(ForksInTransit, "revoke")
 def revoke_forgotten(self: ForksInTransit, rref: GlobalId, fork: GlobalId) -> bool:
-    """A fork that was given up as lost is taken when it arrives after all."""
+    """A revoked fork is accepted when it arrives after all."""
     came = _revoke(self, rref, fork)
     self._revoked.discard(fork)
     return came
@@ -190,7 +190,7 @@ def never_came_taken_for_came(self: ForksInTransit, rref: GlobalId, fork: Global
 
 @mutant(OwnerSide, "recall")
 def recall_forgotten(self: OwnerSide, rref: GlobalId, fork: GlobalId) -> bool:
-    """A call that was given up as lost is run when it arrives after all."""
+    """A recalled call is run when it arrives after all."""
     came = _recall(self, rref, fork)
     self._recalled.discard(rref)
     return came
@@ -198,7 +198,7 @@ def recall_forgotten(self: OwnerSide, rref: GlobalId, fork: GlobalId) -> bool:
 
 @mutant(OwnerSide, "recall")
 def recall_does_not_break(self: OwnerSide, rref: GlobalId, fork: GlobalId) -> bool:
-    """Those who wait for the value of a lost call are not told."""
+    """A value that is awaited from a lost call is not broken."""
     value = self.values.get(rref)
     if value is not None and fork in value.forks:
         return True
@@ -215,7 +215,7 @@ def unsent_not_recalled(self: UserSide, reference: UserReference) -> None:
 
 @mutant(OwnerSide, "come_home")
 def broken_value_kept(self: OwnerSide, fork: Fork, sender: int) -> UserReference | OwnedValue:
-    """A fork that comes home after its value was recalled leaves a record that nobody removes."""
+    """A fork that reaches the owner after its value was recalled leaves a record that nobody removes."""
     value = self._find_or_await(fork.rref, fork.exists)
     if value is None or value.state is not Value.BROKEN:
         return _come_home(self, fork, sender)
@@ -267,14 +267,14 @@ def dead_owner_not_accepted(self: UserSide, reference: UserReference, event: Use
 
 @mutant(OwnerSide, "_find_or_await")
 def orphans_await_the_freed(self: OwnerSide, rref: GlobalId, exists: bool) -> OwnedValue | None:
-    """A fork whose parent died is taken for one that arrived before the value, though the value was made and freed."""
+    """The owner awaits the value of a fork whose parent died, though the value was made and freed."""
     self._freed_orphaned.clear()
     return _find_or_await(self, rref, exists)
 
 
 @mutant(OwnerSide, "on_death")
 def awaited_broken_by_any_death(self: OwnerSide, peer: int) -> None:
-    """The owner does not wait for a value if whoever passed it the reference dies, though its creator lives."""
+    """The owner stops waiting for a value if the worker that passed it the reference dies, though its creator lives."""
     for value in self.values.values():
         value.accepts = {fork: parent for fork, parent in value.accepts.items() if parent != peer}
     _owner_on_death(self, peer)
@@ -282,4 +282,4 @@ def awaited_broken_by_any_death(self: OwnerSide, peer: int) -> None:
 
 @mutant(ForksInTransit, "_note_orphans")
 def orphans_forgotten(self: ForksInTransit, fork: GlobalId) -> None:
-    """Nobody tells the owner that there may be forks which a death has cut off."""
+    """The owner is not told that there may be orphaned forks."""

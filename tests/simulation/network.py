@@ -1,7 +1,7 @@
 """The network between the workers, and what it does to messages.
 
-Calls and answers travel on connections: none is doubled, and one is lost only if its connection breaks. They overtake
-each other all the same, as they do when many threads handle them. Batches and replies may be lost or doubled.
+Calls and answers use connections: none is duplicated, and one is lost only if its connection breaks. They may overtake
+each other, as when many threads handle them. Batches and replies may be lost or duplicated.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Call:
         self.callee = callee
         self.reference = reference
         self.connection: Connection | None = None
-        self.certain = False  # it comes even if the connection breaks
+        self.certain = False  # it arrives even if the connection breaks
         self.open = True
 
     def __str__(self) -> str:
@@ -61,13 +61,13 @@ class Message:
         self.forks = forks
         self.source = source
         self.target = target
-        self.connection = connection  # none for what a worker sends to itself
+        self.connection = connection  # None for messages of a worker to itself
         self.number = 0
         self.not_before = 0.0
 
     @property
     def certain(self) -> bool:
-        """It comes, even if its connection breaks."""
+        """Whether it arrives even if its connection breaks."""
         return self.kind == "calls" and self.call.certain
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ class Network:
             self.world.workers[message.target].receive(message)
 
     def sends_early_forks(self, rank: int) -> bool:
-        """Whether a worker's message has a reference that came to it, and whose value may not be made yet."""
+        """Whether a worker passes on a reference that it received and whose value may not be made yet."""
         return any(
             not fork.exists and fork.rref.created_on != rank
             for message in self.in_flight.values()
@@ -126,7 +126,7 @@ class Network:
         )
 
     def break_one(self) -> None:
-        """A connection breaks. What is on it is lost or comes all the same; both ends hear of it, each in its time."""
+        """Break a connection. Messages on it are lost or still arrive; both ends notice it, at different times."""
         whole = [c for c in self._connections if not c.broken]
         if whole and not self.quiet:
             self._break(self.world.rng.choice(whole))
@@ -144,8 +144,8 @@ class Network:
             self.world.clock.after(self._delay(), self.world.workers[rank].connection_lost, connection)
 
     def cut_off(self, crashed: int) -> dict[int, float]:
-        """A worker crashed. Some connections are seen to break before it is known to be dead; some of what it sent
-        comes much later. Returns who hears from it until when.
+        """A worker crashed. Some peers see their connection break before they know of the crash; some messages of the
+        worker arrive much later. Returns until when each peer still receives messages.
         """
         rng = self.world.rng
         heard_until: dict[int, float] = {}
@@ -187,7 +187,7 @@ class Network:
             self.world.workers[target].take(source, content)
 
     def _is_heard(self, source: int, target: int) -> bool:
-        """Whether the receiver hears it. One that takes the sender for dead refuses, and the sender notices."""
+        """Whether the receiver accepts it. One that believes the sender dead refuses, and the sender notices."""
         receiver = self.world.workers[target]
         if receiver.crashed:
             return False

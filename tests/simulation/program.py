@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tests.simulation.worker import Worker
     from tests.simulation.world import World
 
-_ACTIONS = {"remote": 5, "call": 5, "own": 2, "drop": 7, "pass home": 2, "pass to self": 1}
+_ACTIONS = {"remote": 5, "call": 5, "own": 2, "drop": 7, "pass to owner": 2, "pass to self": 1}
 
 
 def step(world: World) -> None:
@@ -26,8 +26,8 @@ def step(world: World) -> None:
             worker.drop(worker.held.pop(rng.randrange(len(worker.held))))
     elif action == "pass to self":
         _call(worker, worker.rank, creates=False)
-    elif action == "pass home":
-        _pass_home(worker)
+    elif action == "pass to owner":
+        _pass_to_owner(worker)
     else:
         _call(worker, rng.choice([w.rank for w in world.workers if w is not worker]), action == "remote")
 
@@ -38,10 +38,10 @@ def hand_over(worker: Worker, things: list[UserReference | OwnedValue]) -> None:
     rng = worker.world.rng
     for thing in things:
         if rng.random() < worker.world.faults.haste:
-            worker.world.clock.after(rng.uniform(0.0, 0.02), _hand_on, worker, thing)
+            worker.world.clock.after(rng.uniform(0.0, 0.02), _pass_on, worker, thing)
 
 
-def _hand_on(worker: Worker, thing: UserReference | OwnedValue) -> None:
+def _pass_on(worker: Worker, thing: UserReference | OwnedValue) -> None:
     """Pass a reference on, often to its owner, and often drop it."""
     rng = worker.world.rng
     if worker.crashed or not any(thing is other for other in worker.passable()):
@@ -53,7 +53,7 @@ def _hand_on(worker: Worker, thing: UserReference | OwnedValue) -> None:
         worker.held = [other for other in worker.held if other is not thing]
 
 
-def _pass_home(worker: Worker) -> None:
+def _pass_to_owner(worker: Worker) -> None:
     """Pass a reference to the owner of its value."""
     rng = worker.world.rng
     things = [thing for thing in worker.passable() if worker.owner_of(thing) != worker.rank]
@@ -73,7 +73,7 @@ def _call(worker: Worker, callee: int, creates: bool) -> None:
 
 
 def _send(worker: Worker, call: Call, passing: list[UserReference | OwnedValue]) -> None:
-    """Send a call, or don't, and give up on its answer some time, or wait for it."""
+    """Send a call, or fail to; then wait for its answer, or give up after some time."""
     rng, faults, clock = worker.world.rng, worker.world.faults, worker.world.clock
     forks = [worker.fork(thing, call.callee, call.connection) for thing in passing]
     if call.callee in worker.state.dead:

@@ -39,18 +39,18 @@ class Worker:
     def __init__(self, world: World, rank: int) -> None:
         self.world = world
         self.rank = rank
-        self.state = RRefStateMachine(rank)  # the machine, to look at only
+        self.state = RRefStateMachine(rank)  # the state machine, for read access
         self.crashed = False
         self.held: list[UserReference | OwnedValue] = []  # what the program can reach, besides arguments
         self.calls: list[Call] = []  # without an answer
         self.tasks: list[Task] = []  # not finished
-        self.waiting: list[Task] = []  # those that wait until owners list the references in their arguments
+        self.waiting: list[Task] = []  # tasks that wait until owners list the references in their arguments
         self.connections: dict[int, Connection] = {}
-        self._sent: dict[int, Batch] = {}  # what is on its way to a worker, or was the last that was
+        self._sent: dict[int, Batch] = {}  # the batch in flight to each worker, or the last one
 
     @property
     def machine(self) -> RRefStateMachine:
-        """The machine, to change it: it is checked after this event."""
+        """The state machine, for changes: it is checked after this event."""
         self.world.touched.add(self.rank)
         return self.state
 
@@ -193,7 +193,7 @@ class Worker:
         if message.kind == "calls":
             self._receive_call(call, things)
         elif not call.open:
-            # Nobody waits for it, but the references are here.
+            # Nobody waits for the answer, but its references have arrived.
             for thing in things:
                 self.drop(thing)
         else:
@@ -225,7 +225,7 @@ class Worker:
             if rng.random() < 0.2:
                 self.held.append(value)
         if rng.random() < 0.6:
-            # The program gets them before the owners list them, as it gets those in answers.
+            # The program gets them before the owners list them, as with references in answers.
             program.hand_over(self, things)
             things = []
         task = Task(call, things, history)
@@ -261,7 +261,7 @@ class Worker:
         elif rng.random() < 0.5:
             self._undelivered(forks)
         else:
-            # A runtime that does not know how far it came with an answer says that it may be lost.
+            # A runtime that does not know whether an answer was sent reports that it may be lost.
             self._lose_route(call.connection)
 
     def take(self, peer: int, content: Batch | ControlReply) -> None:
@@ -304,12 +304,12 @@ class Worker:
             self._sent[peer] = batch
             for operation in batch.operations:
                 self.world.counts[operation.kind.name] += 1
-            self._post(peer, batch)
+            self._send_until_replied(peer, batch)
 
-    def _post(self, peer: int, batch: Batch) -> None:
+    def _send_until_replied(self, peer: int, batch: Batch) -> None:
         if not self.crashed and self.state.outgoing(peer) is batch:
             self.world.network.send_control(self.rank, peer, batch)
-            self.world.clock.after(RETRY, self._post, peer, batch)
+            self.world.clock.after(RETRY, self._send_until_replied, peer, batch)
 
 
 def _is_broken(value: OwnedValue) -> bool:

@@ -13,12 +13,12 @@ from tests.simulation.ledger import Ledger, show
 from tests.simulation.network import Network
 from tests.simulation.worker import Worker
 
-# A run that is not at rest this long after its programs ended never will be.
+# A run that is not at rest this long after its programs ended never comes to rest.
 MAX_SECONDS = 100.0
 
 
 class Faults(NamedTuple):
-    """Chances and numbers of faults. Each is absent from some runs, so that the others are seen without it."""
+    """Probabilities and numbers of faults. Each is absent from some runs, so that the others also occur without it."""
 
     loss: float  # of a batch or a reply
     duplication: float  # of a batch or a reply
@@ -30,7 +30,7 @@ class Faults(NamedTuple):
     partitions: int
     false_deaths: int
     crashes: int
-    haste: float  # how often a program passes on at once what it has just got
+    haste: float  # how often a program passes on a new reference at once
 
 
 def draw_faults(rng: random.Random) -> Faults:
@@ -62,7 +62,7 @@ class World:
         self.faults = draw_faults(rng)
         self.ledger = Ledger()
         self.counts: Counter[str] = Counter()
-        self.touched: set[int] = set()  # the workers with whose machines this event had to do
+        self.touched: set[int] = set()  # the workers whose state machines this event used
         self.network = Network(self)
         self.workers = [Worker(self, rank) for rank in range(rng.choice((2, 3, 4, 4, 5, 5)))]
         self._numbers = itertools.count(1)
@@ -133,11 +133,11 @@ class World:
         self.clock.after(start + length, self.network.heal)
 
     def _crash(self, patience: int) -> None:
-        """A worker vanishes. The others hear of it in their time, some of them first that the connection is lost."""
+        """Crash a worker. The others notice at different times, some of them first by a lost connection."""
         live = self.live()
         if len(live) < 2:
             return
-        # The worst moment is when it has just passed on what is not made yet. Wait for it for a while.
+        # The worst moment is when it has just passed on a reference to a value that is not made yet. Wait for that.
         risky = [worker for worker in live if self.network.sends_early_forks(worker.rank)]
         if patience and not risky:
             self.clock.after(0.01, self._crash, patience - 1)
@@ -154,7 +154,7 @@ class World:
             self.clock.after(still_heard + delay, other.hear_death, worker.rank)
 
     def _false_death(self) -> None:
-        """A worker takes another one for dead that is not. That one notices when it is refused, if not before."""
+        """A worker believes a live one dead. The other notices at the latest when it is refused."""
         pairs = [
             (one, other)
             for one in self.live()
@@ -170,7 +170,7 @@ class World:
 
 
 def run(seed: int, tracing: bool = False) -> Outcome:
-    """Run a seed. Whatever the machine raises is a failure, too."""
+    """Run a seed. Any exception is a failure, too."""
     world = World(seed, tracing)
     try:
         world.run()

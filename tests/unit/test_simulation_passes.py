@@ -102,10 +102,12 @@ def test_any_exception_of_a_run_is_a_failure(monkeypatch: pytest.MonkeyPatch) ->
     def fail(world: World) -> None:
         raise KeyError("lost")
 
-    monkeypatch.setattr("tests.simulation.passes.checks.calm", fail)
+    monkeypatch.setattr("tests.simulation.passes.checks.at_rest", fail)
     assert run(1).failure == "KeyError: 'lost'"
     monkeypatch.undo()
-    monkeypatch.setattr("tests.simulation.passes.checks.calm", lambda world: (_ for _ in ()).throw(Violation("left")))
+    monkeypatch.setattr(
+        "tests.simulation.passes.checks.at_rest", lambda world: (_ for _ in ()).throw(Violation("left"))
+    )
     assert run(1).failure == "Violation: left"
 
 

@@ -1,3 +1,3 @@
-"""Simulated process groups, whose ranks state to each other what they call; ``tests.simulation`` says what they share
-with the others. ``world`` is a run and what must hold in it, and ``mutants`` breaks the machine to see that it notices.
+"""Simulated process groups, whose ranks send each other fingerprints of their collectives; ``tests.simulation`` says
+what all simulated jobs share. ``world`` is a run with its checks, ``mutants`` breaks the state machine to test them.
 """

@@ -1,4 +1,4 @@
-"""The machine with one thing wrong in it, to see that the checks notice."""
+"""Mutants of the consistency check of collectives, to see that the simulation kills them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def deaths_taken_for_leaving(self: CollectiveConsistency, rank: int, why: str) -
 
 @_group_mutant("on_peer_lost")
 def deaths_not_reported(self: CollectiveConsistency, rank: int, why: str) -> None:
-    """As if everybody would see for itself."""
+    """As if every rank noticed the death itself."""
     was_broken = self.failure is not None
     _HEALTHY["on_peer_lost"](self, rank, why)
     self.is_announced = self.is_announced or (self.failure is not None and not was_broken)

@@ -1,7 +1,7 @@
 """One run: everything that follows from a seed.
 
-A rank states each collective to some others, waits for those that state it to it, and goes on. Words between two ranks
-come in order; of different ranks, in any. One thing may go wrong in a run.
+A rank sends the fingerprint of each collective to some others, waits for those that send it one, and continues.
+Messages between two ranks arrive in order, those of different ranks in any order. A run has at most one fault.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class World:
                 self._die(rank)
                 return
             if self.fault == "parting":
-                self._part()
+                self._cut_pair()
         targets, sources = self._plan(own, _ODD if fingerprint == _ODD else self.kinds[number - 1])
         for target in targets:
             self._send(own, target, "part", number, fingerprint)
@@ -126,8 +126,8 @@ class World:
         rank.is_gone = True
         self._tell_all(rank, "closed")
 
-    def _part(self) -> None:
-        """Two ranks don't reach each other any more; the others reach both."""
+    def _cut_pair(self) -> None:
+        """Two ranks can no longer reach each other; the others reach both."""
         pair = self.culprit, self.other
         if self.ranks[self.other].is_gone:
             return
@@ -138,7 +138,7 @@ class World:
             self.wires[wire].append(("closed",))
 
     def _finish(self, rank: Rank) -> None:
-        """Who has nothing left to do leaves. After a mismatch that would hide it, so then everybody stays."""
+        """A rank that is done leaves. In runs with a mismatch all ranks stay, because leaving would hide it."""
         if rank.is_over and rank.error is None and not rank.is_gone and self.fault != "mismatch":
             self._tell_all(rank, "goodbye")
             rank.is_gone = True

@@ -1,4 +1,4 @@
-"""What must be true after every event, when something happens, and when everything has come to rest."""
+"""What must hold after every event, at certain events, and at rest."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def every_step(world: World) -> None:
 # When something happens
 
 
-def met(local: LocalPass) -> None:
-    """A pass came to a worker for the first time."""
+def reached(local: LocalPass) -> None:
+    """A pass reached a worker for the first time."""
     history = local.history
     if history.outcome and not local.world.workers[local.world.maker].crashed:
         raise Violation(f"{history} has {history.outcome}, and then comes to worker {local.rank}")
@@ -72,7 +72,7 @@ def sends(local: LocalPass, send: Send) -> None:
 
 
 def ended(world: World, history: PassHistory) -> None:
-    """The origin takes the pass for complete: it must be."""
+    """The origin believes the pass complete: it must be."""
     for rank, used in history.used.items():
         local = history.locals.get(rank)
         if local is None:
@@ -85,8 +85,8 @@ def ended(world: World, history: PassHistory) -> None:
         raise Violation(f"{history} is a fast one and ended, though a send of a worker in it is not used")
 
 
-def rests(history: PassHistory, action: Survey | Stuck) -> None:
-    """The origin found that the pass is at rest and somebody blocked."""
+def at_rest_but_blocked(history: PassHistory, action: Survey | Stuck) -> None:
+    """The origin found that the pass is at rest and a worker is blocked."""
     if history.running.total():
         raise Violation(f"{history} is said to be at rest, and runs on workers {sorted(+history.running)}")
     for local in history.locals.values():
@@ -104,10 +104,10 @@ def rests(history: PassHistory, action: Survey | Stuck) -> None:
 
 
 def raised(world: World, history: PassHistory) -> None:
-    """``backward`` raises: whoever lives has dropped the pass, unless the context has ended with its maker."""
+    """``backward`` raises: all live workers must have dropped the pass, unless the context ended with its maker."""
     for rank, local in sorted(history.locals.items()):
         worker = world.workers[rank]
-        # The origin may have heard of a failure after the last credit, and before it looked.
+        # A failure may have reached the origin after the last credit, before its thread saw that credit.
         dropped = local.undone and (local.machine.failed or local.machine.ended)
         if not dropped and not worker.crashed and worker.context is not None and not world.workers[world.maker].crashed:
             raise Violation(f"{history} has failed, and worker {rank} does not know")
@@ -116,7 +116,7 @@ def raised(world: World, history: PassHistory) -> None:
 # At rest
 
 
-def calm(world: World) -> None:
+def at_rest(world: World) -> None:
     """No messages are on their way: every pass has an outcome, and the right one."""
     for history in world.histories:
         origin = world.workers[history.id.origin]

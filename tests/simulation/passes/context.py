@@ -1,4 +1,4 @@
-"""The context of a job, as a worker has it, and how its end gets to everybody who has it."""
+"""The autograd context on one worker, and how its end reaches all workers that have it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Context:
 
 
 class ContextHolder:
-    """A worker, as far as the context goes."""
+    """The part of a worker that manages the context."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.world = world
         self.rank = rank
         self.crashed = False
-        self.dead: set[int] = set()  # those that it knows to be
+        self.dead: set[int] = set()  # the workers that it knows to be dead
         self.context: Context | None = None
         self._has_ended = False
 
@@ -42,7 +42,7 @@ class ContextHolder:
         return self.context
 
     def on_release(self) -> None:
-        """The context has ended, also for everybody who is known to have it."""
+        """The context has ended: tell all workers that are known to have it."""
         context, self.context, self._has_ended = self.context, None, True
         if context is not None:
             self.world.trace("%d releases the context", self.rank)
@@ -52,7 +52,7 @@ class ContextHolder:
                 self.clean_up(worker)
 
     def clean_up(self, worker: int) -> None:
-        """The references' batches bring it for sure, unless one of the two dies."""
+        """Reference batches deliver it reliably, unless one of the two workers dies."""
         self.world.counts["clean-ups"] += 1
         self.world.clock.after(self.world.network.delay(), self.world.clean_up, self.rank, worker)
 
@@ -62,7 +62,7 @@ class ContextHolder:
         return self.context
 
     def ask_maker(self) -> Steps:
-        """Whoever brought the context here is gone. If its maker does not have it any more either, it has ended."""
+        """The worker that sent the context here is gone. If its maker no longer has it either, it has ended."""
         maker = self.world.maker
         while maker not in self.dead:
             try:

@@ -1,4 +1,4 @@
-"""The graph that a forward pass leaves behind: a part of it on each worker, tied together by messages."""
+"""The graph that a forward pass leaves behind: a part on each worker, connected by messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Node(NamedTuple):
 
     inputs: tuple[int, ...]
     target: Target | None = None
-    hooked: bool = False  # a leaf that is run once, with the sum; others take what comes when it comes
+    hooked: bool = False  # a leaf that runs once, with the sum; other leaves accumulate each gradient as it arrives
 
 
 class Graph:
@@ -54,7 +54,7 @@ class Graph:
         return self._reaches[message_id]
 
     def reaches(self, roots: Iterable[int]) -> dict[int, frozenset[int]]:
-        """What each source leads to."""
+        """The nodes that each source reaches."""
         found = {message_id: self.reach_of(message_id) for message_id in self.sends}
         if roots:
             found[ROOTS] = self.reach(roots)
@@ -79,7 +79,7 @@ class Graph:
 
 
 def grow(world: World) -> None:
-    """One thing that a program does under the context: a value more, or a message with some, or a call."""
+    """One step of a program under the context: a new value, a message with values, or a call."""
     rng = world.rng
     worker = rng.choice([worker for worker in world.live() if worker.context is not None])
     assert worker.context is not None
@@ -88,33 +88,33 @@ def grow(world: World) -> None:
     if thing == "leaf":
         graph.add(Node((), hooked=rng.random() < 0.3))
     elif thing == "value":
-        graph.add(Node(some(world, graph)))
+        graph.add(Node(some_values(world, graph)))
     elif thing == "call":
         _call(world, worker)
     else:
-        message(world, worker.rank, _peer(world, worker), some(world, graph) if rng.random() < 0.9 else ())
+        message(world, worker.rank, _peer(world, worker), some_values(world, graph) if rng.random() < 0.9 else ())
 
 
 def _call(world: World, caller: Worker, depth: int = 0) -> None:
-    """Send values, have something made from them, and get it back. The function that is called may make calls, too."""
+    """Send values, compute something from them, and send it back. The called function may make calls, too."""
     callee = world.workers[_peer(world, caller)]
     if caller.context is None or callee.crashed:
         return
-    message(world, caller.rank, callee.rank, some(world, caller.context.graph))
+    message(world, caller.rank, callee.rank, some_values(world, caller.context.graph))
     if callee.context is None:
         return
     graph = callee.context.graph
     if depth < 4 and world.rng.random() < 0.6:
         _call(world, callee, depth + 1)
-    others = some(world, graph) if world.rng.random() < 0.5 else ()
+    others = some_values(world, graph) if world.rng.random() < 0.5 else ()
     graph.add(Node(tuple(sorted({len(graph.nodes) - 1, *others}))))
     message(world, callee.rank, caller.rank, (len(graph.nodes) - 1,))
 
 
 def pipeline(world: World) -> None:
-    """Calls inside of calls, from home to the far end and back, with nothing but what they bring."""
-    path = [world.home]
-    while away := [rank for rank, towards in world.ways_home.items() if towards == path[-1]]:
+    """Nested calls, from the main worker to the far end and back, that use only the values they receive."""
+    path = [world.main_rank]
+    while away := [rank for rank, towards in world.next_hops.items() if towards == path[-1]]:
         path.append(world.rng.choice(away))
     path += path[-2::-1]
     for sender, receiver in itertools.pairwise(path):
@@ -129,35 +129,35 @@ def _peer(world: World, worker: Worker) -> int:
 
 
 def message(world: World, sender: int, receiver: int, values: tuple[int, ...]) -> None:
-    """A call or an answer with these values in it. What it takes along of the context counts from now on."""
+    """A call or an answer with these values. The receiver has the context from now on."""
     context = world.workers[sender].context
     assert context is not None
-    meeting = world.workers[receiver].meet()
-    if meeting is None:
+    their_context = world.workers[receiver].meet()
+    if their_context is None:
         return
     if sender != receiver:
         context.known.add(receiver)
-        meeting.known.add(sender)
+        their_context.known.add(sender)
     if values:
-        message_id = world.next_pair(sender)
+        message_id = world.next_message_id(sender)
         world.trace("%d -> %d: values %s in the forward pass, pair %d", sender, receiver, list(values), message_id)
         context.graph.sends[message_id] = values
-        meeting.graph.add(Node((), Target(sender, message_id)))
+        their_context.graph.add(Node((), Target(sender, message_id)))
 
 
 def gather(world: World) -> None:
-    """All that nothing was made from is sent home, so that every send is used; hand over hand if that is the way."""
-    for rank, towards in reversed(world.ways_home.items()):
+    """Send all unused values to the main worker, so that every send is used; in a sparse world, hop by hop."""
+    for rank, towards in reversed(world.next_hops.items()):
         worker = world.workers[rank]
         if worker.context is not None:
             if world.is_sparse:
                 message(world, rank, towards, tuple(worker.context.graph.sinks()))
             else:
-                message(world, rank, world.home, tuple(worker.context.graph.sinks()))
+                message(world, rank, world.main_rank, tuple(worker.context.graph.sinks()))
 
 
-def some(world: World, graph: Graph) -> tuple[int, ...]:
-    """Some values, and rather the newer ones, so that graphs become deep."""
+def some_values(world: World, graph: Graph) -> tuple[int, ...]:
+    """Some values, mostly newer ones, so that graphs become deep."""
     rng = world.rng
     size = len(graph.nodes)
     count = min(size, rng.choice((1, 1, 2, 3)))
@@ -166,7 +166,7 @@ def some(world: World, graph: Graph) -> tuple[int, ...]:
 
 
 def used_sends(world: World, origin: int, roots: tuple[int, ...]) -> dict[int, set[int]]:
-    """What a pass from these roots has to come to: the sources of each worker."""
+    """The sources of each worker that a pass from these roots has to reach."""
     used: dict[int, set[int]] = {origin: {ROOTS}}
     context = world.workers[origin].context
     assert context is not None

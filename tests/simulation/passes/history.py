@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def amount(credit: Credit) -> Fraction:
-    """Exactly how much it is, without the arithmetic that is being tested."""
+    """The exact amount, without the arithmetic under test."""
     return Fraction(credit.parts, 1 << credit.level)
 
 
@@ -25,17 +25,17 @@ class PassHistory:
         self.fast = fast
         self.roots = roots
         self.used = used  # the sources of each worker that the roots reach
-        self.locals: dict[int, LocalPass] = {}  # every machine that it ever had
-        self.fed: dict[int, set[int]] = {}  # the sources whose gradients the graph of a worker has got
+        self.locals: dict[int, LocalPass] = {}  # every state machine of the pass
+        self.fed: dict[int, set[int]] = {}  # the sources whose gradients a worker has fed into its graph
         self.started: dict[int, set[int]] = {}  # the units that a worker has begun to run
         self.ran: dict[int, set[int]] = {}  # those that it has run
         self.running: Counter[int] = Counter()  # by worker
         self.sent: set[tuple[int, int]] = set()  # the sends that gradients were sent to
-        self.loose = Fraction(0)  # credit that no machine has: on its way, or with a run
+        self.loose = Fraction(0)  # credit that no state machine holds: in flight, or with a run
         self.messages: Counter[str] = Counter()
-        self.faulty = False  # something happened that it may fail from
+        self.faulty = False  # a fault happened that may make it fail
         self.stuck = False
-        self.outcome = ""  # at the caller of backward: ended, failed or late, which is failed by the deadline
+        self.outcome = ""  # for the caller of backward: ended, failed, or late (failed by the deadline)
 
     def __str__(self) -> str:
         return f"pass {self.id.origin}.{self.id.number}"
@@ -46,7 +46,7 @@ class PassHistory:
         return all(local.machine.sources <= self.used.get(rank, set()) for rank, local in self.locals.items())
 
     def credit(self) -> Fraction:
-        """All that there is."""
+        """The sum of all credit of the pass."""
         total = self.loose
         for local in self.locals.values():
             total += amount(local.machine._recovered)

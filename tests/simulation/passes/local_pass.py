@@ -1,4 +1,4 @@
-"""One pass on one worker: the machine under test. Whatever it is told and whatever it wants goes through here."""
+"""One pass on one worker: a wrapper of the state machine under test that checks its events and actions."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ class LocalPass:
         self.rank = rank
         self.id = history.id
         self.partners: set[int] = set()
-        self.undone = False  # the context's gradients are as they were before the pass
-        self.is_watched = world.rng.random() < 0.5 or world.watched  # by a profiler, say
+        self.undone = False  # the context's gradients are restored
+        self.is_profiled = world.rng.random() < 0.5 or world.profiled
         self.machine = BackwardStateMachine(
             rank, history.id.origin, history.fast, graph.units(reaches), frozenset(reaches)
         )
-        checks.met(self)
+        checks.reached(self)
         history.locals[rank] = self
 
     def start(self) -> list[PassAction]:
         return self._wanted(self.machine.failed, self.machine.on_gradient(ROOTS, ALL))
 
     def start_unshared(self, source: int, share: CreditShare) -> UnsharedRun | None:
-        """The fast path, if nothing is shared and no profiler watches; else None."""
-        if self.is_watched:
+        """The fast path, if nothing is shared and no profiler runs; else None."""
+        if self.is_profiled:
             return None
         targets = self.machine.start_unshared(source)
         if targets is None:
@@ -116,7 +116,7 @@ class LocalPass:
             if isinstance(action, Ended):
                 checks.ended(self.world, self.history)
             elif isinstance(action, Survey | Stuck):
-                checks.rests(self.history, action)
+                checks.at_rest_but_blocked(self.history, action)
             else:
                 self.history.loose += amount(action.share.credit)
         return actions

@@ -1,4 +1,4 @@
-"""State machines of backward passes with one method wrong each, to see that the checks notice."""
+"""Mutants of the state machine of backward passes, to see that the simulation kills them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pass_mutant(method: str) -> Any:
 
 @mutant(Credit, "split", kind="passes")
 def credit_leaks(self: Credit, count: int) -> list[Credit]:
-    """What does not divide evenly is lost."""
+    """The remainder of a division is lost."""
     bits = (count - 1).bit_length()
     return [Credit(self.parts, self.level + bits)] * count
 
@@ -44,7 +44,7 @@ def credit_grows(self: Credit, count: int) -> list[Credit]:
 
 @mutant(Credit, "plus", kind="passes")
 def levels_ignored(self: Credit, other: Credit) -> Credit:
-    """Parts are added up as if they were of the same size."""
+    """Parts are added as if all had the same size."""
     return Credit(self.parts + other.parts, max(self.level, other.level))
 
 
@@ -57,17 +57,17 @@ def last_share_dropped(self: BackwardStateMachine, run: Run) -> list[PassAction]
 
 
 @pass_mutant("on_ran")
-def nothing_to_send_nothing_to_say(self: BackwardStateMachine, run: Run) -> list[PassAction]:
-    """A worker where a run leads to nothing keeps the credit."""
+def credit_of_last_run_kept(self: BackwardStateMachine, run: Run) -> list[PassAction]:
+    """A worker whose run has no targets keeps the credit."""
     return [action for action in _HEALTHY["on_ran"](self, run) if not isinstance(action, GiveBack)]
 
 
 @pass_mutant("_release")
 def released_and_kept(self: BackwardStateMachine) -> list[PassAction]:
-    """The origin gives credit to those it releases, and still counts it as its own."""
-    home = self._recovered
+    """The origin gives credit to released workers, and still counts it as its own."""
+    recovered = self._recovered
     actions: list[PassAction] = _HEALTHY["_release"](self)
-    self._recovered = home
+    self._recovered = recovered
     return actions
 
 
@@ -76,7 +76,7 @@ def released_and_kept(self: BackwardStateMachine) -> list[PassAction]:
 
 @pass_mutant("on_credit")
 def ends_though_blocked(self: BackwardStateMachine, share: CreditShare) -> list[PassAction]:
-    """At rest the pass has ended, whoever is blocked."""
+    """A pass at rest ends even if a worker is blocked."""
     if self.failed or self.ended:
         return []
     self._recovered = self._recovered.plus(share.credit)
@@ -86,19 +86,19 @@ def ends_though_blocked(self: BackwardStateMachine, share: CreditShare) -> list[
 
 @pass_mutant("_report_status")
 def status_not_passed_on(self: BackwardStateMachine, statuses: Statuses) -> Statuses:
-    """A worker sends on the credit of others without what they said of themselves."""
+    """A worker passes on the credit of others without their statuses."""
     return _HEALTHY["_report_status"](self, {})  # type: ignore[no-any-return]
 
 
 @pass_mutant("_report_status")
 def never_unblocked(self: BackwardStateMachine, statuses: Statuses) -> Statuses:
-    """A worker that was blocked never says that it is not any more."""
+    """A worker that was blocked never reports that it is unblocked."""
     return _HEALTHY["_report_status"](self, statuses) if not self._reported[1] else statuses
 
 
 @pass_mutant("on_credit")
 def statuses_without_numbers(self: BackwardStateMachine, share: CreditShare) -> list[PassAction]:
-    """The status that comes last is taken for the newest."""
+    """The status that arrives last counts as the newest."""
     for worker in share.statuses:
         self._statuses.pop(worker, None)
     return _HEALTHY["on_credit"](self, share)  # type: ignore[no-any-return]
@@ -106,7 +106,7 @@ def statuses_without_numbers(self: BackwardStateMachine, share: CreditShare) -> 
 
 @pass_mutant("_report_status")
 def two_statuses_are_enough(self: BackwardStateMachine, statuses: Statuses) -> Statuses:
-    """A worker that has said that it is blocked, and then that it is not, says nothing any more."""
+    """A worker that has reported blocked and then unblocked reports nothing more."""
     return _HEALTHY["_report_status"](self, statuses) if self._reported[0] < 2 else statuses
 
 
@@ -126,20 +126,20 @@ def most_is_all(self: Credit) -> bool:
 @mutant(BackwardStateMachine, "blocked", kind="passes")
 @property  # type: ignore[misc]
 def fast_does_not_wait(self: BackwardStateMachine) -> bool:
-    """A FAST pass, like a SMART one, does not care for sends that nothing is shared with."""
+    """A FAST pass, like a SMART one, does not wait for sends that share no node."""
     return any(n not in self._started and not self._arrived.isdisjoint(u.sources) for n, u in enumerate(self.units))
 
 
 @mutant(BackwardStateMachine, "blocked", kind="passes")
 @property  # type: ignore[misc]
 def smart_waits_for_all(self: BackwardStateMachine) -> bool:
-    """A SMART pass, like a FAST one, takes a worker for blocked if any of its sends has not come."""
+    """A SMART pass, like a FAST one, treats a worker as blocked if any of its sends has not arrived."""
     return not self.sources <= self._arrived | self._unused
 
 
 @pass_mutant("on_ran")
-def smart_keeps_in_touch(self: BackwardStateMachine, run: Run) -> list[PassAction]:
-    """In a SMART pass, workers give some credit back with all that they send. It ends, and takes more messages."""
+def smart_returns_credit_early(self: BackwardStateMachine, run: Run) -> list[PassAction]:
+    """In a SMART pass, workers return some credit whenever they send. The pass ends, but takes more messages."""
     actions: list[PassAction] = _HEALTHY["on_ran"](self, run)
     first = actions[0] if actions else None
     if self.fast or self.own_rank == self.origin or not isinstance(first, Send):
@@ -154,7 +154,7 @@ def smart_keeps_in_touch(self: BackwardStateMachine, run: Run) -> list[PassActio
 
 @pass_mutant("_ready")
 def runs_with_the_first_source(self: BackwardStateMachine, settled: Iterable[int]) -> tuple[int, ...]:
-    """A unit runs when the first of its sources comes."""
+    """A unit runs when the first of its sources arrives."""
     settled = tuple(settled)
     _HEALTHY["_ready"](self, settled)
     ready = {n for source in settled if source in self._arrived for n in self._waiting.get(source, ())}
@@ -163,14 +163,14 @@ def runs_with_the_first_source(self: BackwardStateMachine, settled: Iterable[int
 
 @pass_mutant("_ready")
 def runs_with_every_source(self: BackwardStateMachine, settled: Iterable[int]) -> tuple[int, ...]:
-    """A unit that has all of its sources runs again when another thing makes them known as unused."""
+    """Units that have run run again when a release marks sources as unused."""
     ready: tuple[int, ...] = _HEALTHY["_ready"](self, tuple(settled))
     return ready if self._unused.isdisjoint(settled) else tuple(sorted(self._started))
 
 
 @pass_mutant("_ready")
 def unreached_runs_on_release(self: BackwardStateMachine, settled: Iterable[int]) -> tuple[int, ...]:
-    """What is left runs when it is known that nothing comes for it any more."""
+    """Units without any arrived source run when all of their sources are known to be unused."""
     settled = tuple(settled)
     ready: tuple[int, ...] = _HEALTHY["_ready"](self, settled)
     left = {n for s in settled for n in self._waiting.get(s, ()) if not self._missing[n] and n not in self._started}
@@ -179,14 +179,14 @@ def unreached_runs_on_release(self: BackwardStateMachine, settled: Iterable[int]
 
 @pass_mutant("_next")
 def runs_overlap(self: BackwardStateMachine) -> list[PassAction]:
-    """What comes while something runs does not wait."""
+    """Gradients that arrive during a run do not wait for its end."""
     self._running = False
     return _HEALTHY["_next"](self)  # type: ignore[no-any-return]
 
 
 @pass_mutant("_next")
 def one_run_is_enough(self: BackwardStateMachine) -> list[PassAction]:
-    """What came while something ran is forgotten, but for the first."""
+    """Of the gradients that arrived during a run, only the first are processed."""
     actions: list[PassAction] = _HEALTHY["_next"](self)
     if actions:
         self._queue.clear()
@@ -198,46 +198,46 @@ def one_run_is_enough(self: BackwardStateMachine) -> list[PassAction]:
 
 @pass_mutant("reach")
 def survey_without_the_shared(self: BackwardStateMachine, sources: Iterable[int]) -> set[Target]:
-    """A worker that is asked what is used does not think of what several of its sources lead to."""
+    """A worker leaves out of its survey answer what several of its sources reach together."""
     wanted = set(sources)
     return {target for unit in self.units if unit.sources <= wanted for target in unit.targets}
 
 
 @pass_mutant("on_surveyed")
 def survey_ignores_a_worker(self: BackwardStateMachine, used: Mapping[int, frozenset[int]]) -> list[PassAction]:
-    """What the last worker said is not listened to."""
+    """The answer of the last worker is ignored."""
     kept = {worker: used[worker] for worker in sorted(used)[:-1]}
     return _HEALTHY["on_surveyed"](self, kept)  # type: ignore[no-any-return]
 
 
 @pass_mutant("on_release")
 def used_taken_for_unused(self: BackwardStateMachine, used: Iterable[int], share: CreditShare) -> list[PassAction]:
-    """A worker that is released waits for nothing any more."""
+    """A released worker no longer waits for any source."""
     return _HEALTHY["on_release"](self, (), share)  # type: ignore[no-any-return]
 
 
 @pass_mutant("on_release")
 def released_for_nothing(self: BackwardStateMachine, used: Iterable[int], share: CreditShare) -> list[PassAction]:
-    """A worker that is released goes on waiting."""
+    """A released worker goes on waiting."""
     return _HEALTHY["on_release"](self, self.sources, share)  # type: ignore[no-any-return]
 
 
 @pass_mutant("on_surveyed")
 def survey_ignores_the_origin(self: BackwardStateMachine, used: Mapping[int, frozenset[int]]) -> list[PassAction]:
-    """Nobody asks the origin, so that its own sends count as unused."""
+    """The survey leaves out the origin, so its own sends count as unused."""
     kept = {worker: message_ids for worker, message_ids in used.items() if worker != self.own_rank}
     return _HEALTHY["on_surveyed"](self, kept)  # type: ignore[no-any-return]
 
 
 @pass_mutant("_release")
 def released_once_only(self: BackwardStateMachine) -> list[PassAction]:
-    """Those that are blocked only when others have been released are not released."""
+    """Workers that block only after others were released are not released."""
     return _HEALTHY["_release"](self) if not self._released else []
 
 
 @pass_mutant("on_credit")
 def fast_surveys(self: BackwardStateMachine, share: CreditShare) -> list[PassAction]:
-    """A FAST pass releases those that are blocked, as a SMART one does."""
+    """A FAST pass releases blocked workers, as a SMART one does."""
     self.fast = False
     return _HEALTHY["on_credit"](self, share)  # type: ignore[no-any-return]
 
@@ -253,7 +253,7 @@ def failure_ignored(self: BackwardStateMachine) -> bool:
 
 @pass_mutant("on_ran")
 def sends_after_failure(self: BackwardStateMachine, run: Run) -> list[PassAction]:
-    """What was running when the pass failed leads to messages all the same."""
+    """A run that was active when the pass failed still sends messages."""
     failed, self.failed = self.failed, False
     actions: list[PassAction] = _HEALTHY["on_ran"](self, run)
     self.failed = failed
@@ -262,7 +262,7 @@ def sends_after_failure(self: BackwardStateMachine, run: Run) -> list[PassAction
 
 @pass_mutant("on_gradient")
 def runs_after_failure(self: BackwardStateMachine, source: int, share: CreditShare) -> list[PassAction]:
-    """What comes after a failure is run."""
+    """Gradients that arrive after a failure are run."""
     failed, self.failed = self.failed, False
     actions: list[PassAction] = _HEALTHY["on_gradient"](self, source, share)
     self.failed = failed
@@ -277,12 +277,12 @@ def failure_undoes_the_end(self: BackwardStateMachine) -> bool:
     return news
 
 
-# The straight way
+# The fast path, where nothing is shared
 
 
 @pass_mutant("start_unshared")
-def straight_around_others(self: BackwardStateMachine, source: int) -> Sequence[Target] | None:
-    """What is shared does not wait for its other sources."""
+def shared_taken_for_unshared(self: BackwardStateMachine, source: int) -> Sequence[Target] | None:
+    """Shared nodes do not wait for their other sources."""
     self._nothing_shared = not self.fast
     if not self._nothing_shared or self.failed or source not in self.sources or source in self._arrived:
         return None
@@ -293,23 +293,23 @@ def straight_around_others(self: BackwardStateMachine, source: int) -> Sequence[
 
 
 @pass_mutant("start_unshared")
-def straight_twice(self: BackwardStateMachine, source: int) -> Sequence[Target] | None:
-    """That a source has come is not noted."""
+def unshared_runs_twice(self: BackwardStateMachine, source: int) -> Sequence[Target] | None:
+    """The arrival of a source is not recorded."""
     targets = _HEALTHY["start_unshared"](self, source)
     self._arrived.discard(source)
     return targets  # type: ignore[no-any-return]
 
 
 @pass_mutant("start_unshared")
-def straight_in_fast(self: BackwardStateMachine, source: int) -> Sequence[Target] | None:
-    """A FAST pass takes the short way too, and says of nobody that it waits."""
+def unshared_in_fast(self: BackwardStateMachine, source: int) -> Sequence[Target] | None:
+    """A FAST pass takes the fast path too, and reports no worker as waiting."""
     self._nothing_shared = not self._shared
     return _HEALTHY["start_unshared"](self, source)  # type: ignore[no-any-return]
 
 
 @pass_mutant("start_unshared")
-def straight_after_failure(self: BackwardStateMachine, source: int) -> Sequence[Target] | None:
-    """Gradients that come after a failure run all the same."""
+def unshared_after_failure(self: BackwardStateMachine, source: int) -> Sequence[Target] | None:
+    """Gradients that arrive after a failure run on the fast path."""
     failed, self.failed = self.failed, False
     targets = _HEALTHY["start_unshared"](self, source)
     self.failed = failed
@@ -318,5 +318,5 @@ def straight_after_failure(self: BackwardStateMachine, source: int) -> Sequence[
 
 @pass_mutant("done_with")
 def credit_kept(self: BackwardStateMachine, share: CreditShare) -> list[PassAction]:
-    """Credit that nothing follows from stays where it is."""
+    """Credit of a run without targets is not returned."""
     return self.on_credit(share) if self.own_rank == self.origin else []

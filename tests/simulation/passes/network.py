@@ -1,4 +1,4 @@
-"""Calls between the workers. None is doubled, one is lost only if its connection breaks, any may overtake another."""
+"""Calls between workers: never duplicated, lost only if the connection breaks, and in any order."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class Call:
 class Network:
     def __init__(self, world: World) -> None:
         self.world = world
-        self.connections: dict[tuple[int, int], Connection] = {}  # those that the caller takes for whole
+        self.connections: dict[tuple[int, int], Connection] = {}  # those that the caller believes intact
         self._numbers = itertools.count(1)
         self._open: dict[int, Call] = {}
-        self._travelling: dict[int, tuple[Connection, str]] = {}  # messages on their way, and what they are
+        self._in_flight: dict[int, tuple[Connection, str]] = {}  # messages in flight, with their kind
 
     def call(self, caller: int, callee: int, method: str, *arguments: Any) -> Future:
         connection = self.connections.get((caller, callee))
@@ -75,11 +75,11 @@ class Network:
     def _send(self, connection: Connection, what: str, deliver: Any, *arguments: Any) -> None:
         if not connection.broken:
             number = next(self._numbers)
-            self._travelling[number] = (connection, what)
+            self._in_flight[number] = (connection, what)
             self.world.clock.after(self.delay(), self._deliver, number, deliver, *arguments)
 
     def _deliver(self, number: int, deliver: Any, *arguments: Any) -> None:
-        if self._travelling.pop(number, None) is not None:
+        if self._in_flight.pop(number, None) is not None:
             deliver(*arguments)
 
     def _arrive(self, call: Call) -> None:
@@ -101,13 +101,13 @@ class Network:
 
     # Faults
 
-    def is_missed_by_nobody(self, rank: int) -> bool:
-        """Whether credit that this worker sent is on its way, and all that it was called for is answered."""
-        sent = {what for connection, what in self._travelling.values() if connection.caller == rank}
+    def crash_is_unnoticed(self, rank: int) -> bool:
+        """Whether this worker has sent credit that is still in flight, and no caller waits for an answer of it."""
+        sent = {what for connection, what in self._in_flight.values() if connection.caller == rank}
         return not sent.isdisjoint(("propagate", "give_back")) and all(c.callee != rank for c in self._open.values())
 
     def break_one(self, patience: int = 0) -> None:
-        """The worst moment is when it brings news of a failure. Wait for that for a while."""
+        """Break a connection. The worst moment is while it reports a failure: wait for that for a while."""
         whole = [connection for connection in self.connections.values() if not connection.broken]
         news = {call.connection for call in self._open.values() if call.method in ("failed", "abort")}
         if chosen := [c for c in whole if c in news] if patience else whole:
@@ -118,7 +118,7 @@ class Network:
 
     @property
     def has_broken(self) -> bool:
-        """Somebody does not know yet that a connection is lost."""
+        """Whether a worker does not know yet that its connection is lost."""
         return any(connection.broken for connection in self.connections.values())
 
     def cut_off(self, crashed: int) -> None:
@@ -127,13 +127,13 @@ class Network:
                 self._break(connection)
 
     def _break(self, connection: Connection) -> None:
-        """What is on it is lost or comes all the same. The caller hears of it in its time."""
+        """Messages on it are lost or still arrive. The caller notices later."""
         rng = self.world.rng
         self.world.trace("the connection from %d to %d breaks", connection.caller, connection.callee)
         connection.broken = True
-        for number, (other, _) in list(self._travelling.items()):
+        for number, (other, _) in list(self._in_flight.items()):
             if other is connection and rng.random() < 0.6:
-                del self._travelling[number]
+                del self._in_flight[number]
         self.world.clock.after(self.delay(), self._lost, connection)
 
     def _lost(self, connection: Connection) -> None:

@@ -1,4 +1,4 @@
-"""The thread that calls ``backward``: it waits for its pass, asks who is used, and has everybody drop what failed."""
+"""The thread that calls ``backward``: it waits for its pass, makes the survey, and aborts a failed pass everywhere."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from tests.simulation.passes.threads import Future, PassError, Steps
 if TYPE_CHECKING:
     from tests.simulation.passes.worker import Worker
 
-DEADLINE = 100.0  # seconds; no pass that can end takes as long
+DEADLINE = 100.0  # seconds; every pass that can end is faster
 
 
 class Origin:
-    """What the thread waits for."""
+    """The events that the thread waits for."""
 
     def __init__(self) -> None:
         self.events: deque[PassAction] = deque()
         self.error: PassError | None = None
         self.late = False
-        self.bell = Future()
+        self.waker = Future()
 
     def tell(self, action: PassAction) -> None:
         self.events.append(action)
-        self.bell.done()
+        self.waker.done()
 
     def fail(self, error: PassError) -> None:
         if self.error is None:
             self.error = error
-        self.bell.done()
+        self.waker.done()
 
     def expire(self) -> None:
         if self.error is None:
@@ -69,8 +69,8 @@ def _wait(worker: Worker, local: LocalPass, origin: Origin) -> Steps:
         if origin.error is not None:
             raise origin.error
         if not origin.events:
-            origin.bell = Future()
-            yield origin.bell
+            origin.waker = Future()
+            yield origin.waker
             yield worker.world.network.delay()
             continue
         action = origin.events.popleft()
@@ -102,7 +102,7 @@ def survey(worker: Worker, local: LocalPass) -> Steps:
 
 
 def abort_everywhere(worker: Worker, local: LocalPass) -> Steps:
-    """Whoever may have the pass drops it: those whom somebody with it knows, and if one of them is dead, everybody."""
+    """All workers that may have the pass drop it: those that such workers know, or all workers if one is dead."""
     world = worker.world
     asked = {worker.rank}
     context = worker.context
@@ -115,7 +115,7 @@ def abort_everywhere(worker: Worker, local: LocalPass) -> Steps:
 
 
 def abort(worker: Worker, pass_id: PassId, rank: int) -> Steps:
-    """Whom it knows; None if it is dead."""
+    """The workers that it knows; None if it is dead."""
     while rank not in worker.dead:
         try:
             return (yield worker.world.network.call(worker.rank, rank, "abort", pass_id))

@@ -1,4 +1,4 @@
-"""The runtime with one method wrong each. The state machines rely on it, so the checks have to notice that, too."""
+"""Mutants of the simulated runtime. The state machines rely on it, so the simulation has to kill these, too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def runtime_mutant(method: str, owner: Any = Worker) -> Any:
 
 @runtime_mutant("is_over")
 def decided_is_done(self: Worker, local: LocalPass) -> bool:
-    """What was decided before a failure is run and sent after it, also to workers that nobody tells of the failure."""
+    """Actions decided before a failure are performed after it, also to workers that will not learn of the failure."""
     return False
 
 
@@ -41,7 +41,7 @@ def undone_with_its_origin(self: Worker, local: LocalPass) -> None:
 
 @runtime_mutant("lost")
 def lost_only_if_active(self: Worker, rank: int) -> None:
-    """A worker that has nothing to do at the moment says nothing of a partner with the credit that it sent there."""
+    """An inactive worker does not report the loss of a partner, which may hold the credit that it sent there."""
     for local in list(self.context.passes.values() if self.context is not None else ()):
         if rank in local.partners and local.machine.active:
             start(self, self.fail(local, PassError(f"the connection to {rank} is lost")))
@@ -49,7 +49,7 @@ def lost_only_if_active(self: Worker, rank: int) -> None:
 
 @runtime_mutant("tell_origin")
 def failure_told_once(self: Worker, local: LocalPass, error: PassError) -> Steps:
-    """That a pass failed is not said again if the connection breaks."""
+    """The report of a failure is not sent again if the connection breaks."""
     if local.id.origin == self.rank:
         yield from _HEALTHY["tell_origin"](self, local, error)
     else:
@@ -80,7 +80,7 @@ _abort = origin.abort
 
 @runtime_mutant("on_abort")
 def abort_not_remembered(self: Worker, pass_id: PassId) -> Steps:
-    """Gradients that come after a pass was given up start it anew."""
+    """Gradients that arrive after an abort start the pass again."""
     answer = yield from _HEALTHY["on_abort"](self, pass_id)
     if self.context is not None:
         self.context.aborted.discard(pass_id)

@@ -12,11 +12,11 @@ Steps = Generator[Any, Any, Any]
 
 
 class PassError(Exception):
-    """What workers raise in a simulated job, as opposed to what is wrong with the machines."""
+    """An error that simulated workers raise, as opposed to a violation by the state machines."""
 
 
 class Future:
-    """Something that comes once. Later results are dropped, as answers are that nobody waits for."""
+    """A result that is set once. Later results are dropped, like answers that nobody waits for."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -37,7 +37,7 @@ class Future:
 
 
 def start(worker: ContextHolder, steps: Steps) -> Future:
-    """Run a thread; the future has what it returns or raises. A crash of its worker stops it where it is."""
+    """Run a thread; the future gets its result or exception. A crash of its worker stops the thread."""
     result = Future()
 
     def go(value: Any = None, error: PassError | None = None) -> None:

@@ -1,7 +1,7 @@
-"""A worker: a runtime in miniature around the machines under test, after ``farprop.runtime.autograd.driver``.
+"""A worker: a small runtime around the state machines under test, modelled on ``farprop.runtime.autograd.driver``.
 
-A pass that failed is stopped where that is noticed, and undone when its origin says so: only the origin knows whether
-it had ended before. If the origin is dead, what is not finished is undone.
+The worker that notices a failure stops the pass. Workers undo it only when the origin tells them: only the origin knows
+whether it had ended before. If the origin is dead, an unfinished pass is undone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.simulation.passes.threads import Future, PassError, Steps, start
 if TYPE_CHECKING:
     from tests.simulation.passes.world import World
 
-# What matters of the head of a message is set in it.
+# The template of a message head; the fields that matter are set for each message.
 _HEAD = PassHead(*[False] * len(PassHead._fields))._replace(context_id=7)
 
 
@@ -32,16 +32,16 @@ class Worker(ContextHolder):
         self.origins: dict[PassId, Origin] = {}
         self.numbers = itertools.count(1)
 
-    # Doing what the machines want
+    # Performing actions
 
     def perform(self, local: LocalPass, actions: list[PassAction], back_to: int = -1, waits: bool = False) -> Steps:
-        """Do all of it; what goes to worker ``back_to`` is returned. ``waits``: this thread may wait for an answer."""
+        """Perform actions; returns the messages to worker ``back_to``. ``waits``: the thread may wait for an answer."""
         back: list[tuple[bytes, bool]] = []
         sends: deque[Send] = deque()
         todo = deque(actions)
         while (todo or sends) and not self.is_over(local):
             if self.world.rng.random() < 0.2:
-                yield self.world.network.delay()  # other threads get in between
+                yield self.world.network.delay()  # other threads run in between
                 continue
             if not todo:
                 send = sends.popleft()
@@ -81,13 +81,13 @@ class Worker(ContextHolder):
         return back
 
     def is_over(self, local: LocalPass) -> bool:
-        """What was decided before a failure is not done after it."""
+        """Actions decided before a failure are not performed after it."""
         return local.machine.failed
 
     def on_gradient(
         self, local: LocalPass, source: int, share: CreditShare, back_to: int = -1, waits: bool = False
     ) -> Steps:
-        """The roots are there, or gradients came from another worker."""
+        """The roots are ready, or gradients arrived from another worker."""
         unshared = local.start_unshared(source, share)
         if unshared is None:
             actions = local.start() if source == ROOTS else local.on_gradient(source, share)
@@ -118,7 +118,7 @@ class Worker(ContextHolder):
         )
         return head.pack()
 
-    # Messages that leave
+    # Outgoing messages
 
     def call(self, local: LocalPass, worker: int, method: str, *arguments: Any) -> Future:
         local.history.messages[method] += 1
@@ -161,7 +161,7 @@ class Worker(ContextHolder):
         except PassError as raised:
             yield from self.fail(local, raised)
 
-    # Messages that come
+    # Incoming messages
 
     def serve(self, call: Call) -> Future:
         return start(self, getattr(self, "on_" + call.method)(*call.arguments))
@@ -236,7 +236,7 @@ class Worker(ContextHolder):
             self.origins[pass_id].fail(PassError("a worker says so"))
 
     def on_abort(self, pass_id: PassId) -> Steps:
-        """The workers that may have to hear it too."""
+        """Drop the pass; returns the workers that may have to be told too."""
         yield 0.0
         if self.context is None:
             return []
@@ -244,7 +244,7 @@ class Worker(ContextHolder):
         local = self.context.passes.pop(pass_id, None)
         if local is not None:
             self.undo(local)
-        return sorted(self.context.known)  # also if this is not the first time: the answer may have been lost
+        return sorted(self.context.known)  # also when asked again: the first answer may have been lost
 
     def undo(self, local: LocalPass) -> None:
         local.fail()
@@ -256,7 +256,7 @@ class Worker(ContextHolder):
             self.undo(local)
 
     def lost(self, rank: int) -> None:
-        """The connection to a worker broke: what it had of a pass may be gone, and maybe nobody else says so."""
+        """The connection to a worker broke: its part of a pass may be lost, and maybe nobody else reports it."""
         for local in list(self.context.passes.values() if self.context is not None else ()):
             if rank in local.partners and not local.machine.failed and not local.machine.ended:
                 error = PassError(f"the connection to {rank} is lost")

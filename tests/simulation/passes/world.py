@@ -21,7 +21,7 @@ _COUNTER_BITS = 48
 
 
 class Faults(NamedTuple):
-    """Chances and numbers of faults. Many runs have none: they show what has to hold then."""
+    """Probabilities and numbers of faults. Many runs have none."""
 
     slow: float  # how often a message or a run takes very long
     breaks: int  # connections that break
@@ -48,36 +48,36 @@ def draw_faults(rng: random.Random) -> Faults:
 
 
 class World:
-    """``swapped``: what would be a FAST pass is a SMART one, and the other way round. ``watched``: all of them are."""
+    """``swapped``: FAST passes are SMART ones, and the other way round. ``profiled``: all passes are profiled."""
 
-    def __init__(self, seed: int, tracing: bool, swapped: bool = False, watched: bool = False) -> None:
+    def __init__(self, seed: int, tracing: bool, swapped: bool = False, profiled: bool = False) -> None:
         self.tracing = tracing
         self.swapped = swapped
-        self.watched = watched
+        self.profiled = profiled
         self.rng = rng = random.Random(seed)
         self.clock = Clock()
         self.faults = draw_faults(rng)
         self.counts: Counter[str] = Counter()
-        self.touched: dict[LocalPass, None] = {}  # with whose machines this event had to do
+        self.touched: dict[LocalPass, None] = {}  # whose state machines this event used
         self.histories: list[PassHistory] = []
         self.network = Network(self)
         self.workers = [Worker(self, rank) for rank in range(rng.choice((2, 3, 4, 5, 5)))]
         self.maker = rng.randrange(len(self.workers))
-        self.is_sparse = rng.random() < 0.5  # workers speak only with their neighbours in a tree
+        self.is_sparse = rng.random() < 0.5  # workers send only to their neighbours in a tree
         same = self.is_sparse or rng.random() < 0.8
-        self.home = self.maker if same else rng.randrange(len(self.workers))  # most passes start here
-        self.ways_home = self._tree()
+        self.main_rank = self.maker if same else rng.randrange(len(self.workers))  # most passes start here
+        self.next_hops = self._tree()
         self._faults = [self.network.break_one] * self.faults.breaks + [self._crash] * self.faults.crashes
         rng.shuffle(self._faults)
-        self._pairs = 0
+        self._message_ids = 0
         self.trace("%d workers, %s", len(self.workers), self.faults)
 
     def live(self) -> list[Worker]:
         return [worker for worker in self.workers if not worker.crashed]
 
-    def next_pair(self, rank: int) -> int:
-        self._pairs += 1
-        return (rank << _COUNTER_BITS) + self._pairs
+    def next_message_id(self, rank: int) -> int:
+        self._message_ids += 1
+        return (rank << _COUNTER_BITS) + self._message_ids
 
     def history(self, pass_id: PassId) -> PassHistory:
         return next(history for history in self.histories if history.id == pass_id)
@@ -87,12 +87,12 @@ class World:
             print(f"{self.clock.now:8.4f}  " + text % things)
 
     def _tree(self) -> dict[int, int]:
-        """For each worker but home the next one on the way there. A line, mostly."""
+        """For each other worker, the next hop to the main worker. Mostly a line."""
         rng = self.rng
-        reached = [self.home]
+        reached = [self.main_rank]
         ways: dict[int, int] = {}
         for rank in rng.sample(range(len(self.workers)), len(self.workers)):
-            if rank != self.home:
+            if rank != self.main_rank:
                 ways[rank] = reached[-1] if rng.random() < 0.8 else rng.choice(reached)
                 reached.append(rank)
         return ways
@@ -101,16 +101,16 @@ class World:
         """The workers that a worker sends values to."""
         if not self.is_sparse:
             return list(range(len(self.workers)))
-        return [other for pair in self.ways_home.items() if rank in pair for other in pair if other != rank]
+        return [other for pair in self.next_hops.items() if rank in pair for other in pair if other != rank]
 
     def run(self) -> None:
         rng, clock = self.rng, self.clock
         self._forward()
         for _ in range(rng.choice((1, 1, 2))):
-            worker = self.workers[self.home] if rng.random() < 0.7 else self._any_with_context()
+            worker = self.workers[self.main_rank] if rng.random() < 0.7 else self._any_with_context()
             clock.after(rng.uniform(0.0, 0.1), self._start_program, worker)
         self._run_dry()
-        checks.calm(self)
+        checks.at_rest(self)
         self._count_passes()
         if not self.workers[self.maker].crashed:
             if self.faults.crashes and rng.random() < 0.5:
@@ -128,8 +128,8 @@ class World:
     def _forward(self) -> None:
         rng = self.rng
         self.workers[self.maker].meet()
-        if self.home != self.maker:
-            forward.message(self, self.maker, self.home, (0,))
+        if self.main_rank != self.maker:
+            forward.message(self, self.maker, self.main_rank, (0,))
         if self.is_sparse and rng.random() < 0.4:
             for _ in range(rng.randint(1, 4)):
                 forward.pipeline(self)
@@ -139,7 +139,7 @@ class World:
         if rng.random() < 0.5:
             forward.gather(self)
         elif rng.random() < 0.4:
-            for _ in range(rng.randint(1, 5)):  # meanwhile, a program goes on in the same context
+            for _ in range(rng.randint(1, 5)):  # meanwhile, a program continues in the same context
                 self.clock.after(rng.uniform(0.0, 0.3), self._grow)
 
     def _grow(self) -> None:
@@ -177,7 +177,7 @@ class World:
     # Faults
 
     def _plan_faults(self) -> None:
-        """Some of those that are left, during the pass that starts now; those that come close together do more harm."""
+        """Schedule some of the remaining faults during the pass that starts now, close together to do more harm."""
         rng = self.rng
         moment = rng.choice((0.1, 0.3, 1.0)) * rng.random()
         for _ in range(rng.randint(0, len(self._faults))):
@@ -185,7 +185,7 @@ class World:
             moment += rng.uniform(0.0, 0.1)
 
     def fault(self, name: str) -> None:
-        """Whatever is under way may fail from it."""
+        """Count a fault. All passes that have not finished may fail because of it."""
         self.counts[name] += 1
         for history in self.histories:
             history.faulty |= not history.outcome
@@ -194,10 +194,10 @@ class World:
         live = self.live()
         if len(live) < 2:
             return
-        # The worst moment is when it has just sent something and nobody waits for it. Look out for that for a while.
-        far = {rank for rank, towards in self.ways_home.items() if towards != self.home or not self.is_sparse}
-        unmissed = [w for w in live if w.rank in far and self.network.is_missed_by_nobody(w.rank)]
-        chosen = unmissed if patience else live
+        # The worst moment is when it has just sent something and nobody waits for its answer. Wait for that a while.
+        far = {rank for rank, towards in self.next_hops.items() if towards != self.main_rank or not self.is_sparse}
+        unnoticed = [w for w in live if w.rank in far and self.network.crash_is_unnoticed(w.rank)]
+        chosen = unnoticed if patience else live
         if not chosen:
             self.clock.after(0.004, self._crash, patience - 1)
             return
@@ -210,7 +210,7 @@ class World:
             self.clock.after(0.5 + self.rng.uniform(0.0, 1.0), other.died, worker.rank)
 
     def clean_up(self, source: int, target: int) -> None:
-        """A clean-up gets to its target. What a crashed worker still had to say may be lost."""
+        """A clean-up reaches its target. Those of a crashed worker may be lost."""
         if not self.workers[target].crashed and (not self.workers[source].crashed or self.rng.random() < 0.5):
             self.workers[target].on_release()
 
@@ -232,7 +232,7 @@ class World:
 
 
 def run(seed: int, tracing: bool = False) -> Outcome:
-    """Run a seed. Whatever the machines raise is a failure, too."""
+    """Run a seed. Any exception is a failure, too."""
     world = World(seed, tracing)
     try:
         world.run()
@@ -243,12 +243,12 @@ def run(seed: int, tracing: bool = False) -> Outcome:
 
 
 def _same_messages(world: World, seed: int) -> None:
-    """Where every send is used, both kinds of passes take the same messages. They are watched, so that both take the
-    long way: then the same happens at the same times.
+    """If every send is used, FAST and SMART passes take the same messages. Both are profiled, so neither takes the fast
+    path, and the same happens at the same times.
     """
     if not world.faults.clear:
         return
-    one, other = [World(seed, tracing=False, swapped=swapped, watched=True) for swapped in (False, True)]
+    one, other = [World(seed, tracing=False, swapped=swapped, profiled=True) for swapped in (False, True)]
     one.run()
     if not all(history.is_complete for history in one.histories):
         return
