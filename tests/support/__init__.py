@@ -1,1 +1,1 @@
-"""What the tests stand on: a check for things left behind, and real worker processes that start fast."""
+"""Helpers for tests: a leak check, real worker processes that start fast, peers that send arbitrary bytes."""

@@ -1,4 +1,4 @@
-"""A certificate authority, as an organisation may have one."""
+"""A certificate authority for tests with own certificates."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A worker process: it runs the functions that the test sends it, checks itself at the end, and leaves.
+"""A worker process: it runs the functions that the test sends it, checks itself for leaks at the end, and exits.
 
-From the test come, as pickles: the ``Setup`` first, then ``("call", number, payload)`` any number of times,
-and ``("finish", Check)`` once. To the test go ``("value", number, payload)`` or ``("error", number,
-Failure)`` for each call, and ``("finished", complaints)``.
+The test sends, as pickles, the ``Setup``, then any number of ``("call", number, payload)``, and ``("finish", Check)``
+once. The worker sends ``("value", number, payload)`` or ``("error", number, Failure)`` for each call, and
+``("finished", complaints)``.
 
 A call runs in the main thread if that is free, as most programs' calls do, else in a thread of its own.
 """
@@ -36,7 +36,7 @@ from tests.support import hosts, leaks, lock_order
 
 
 class Check(Enum):
-    """When a child looks for what it has left behind, and for exceptions that nobody saw."""
+    """When a child checks for leaks and for exceptions that nobody saw."""
 
     ALWAYS = "always"
     UNLESS_RAISED = "unless raised"  # a function that raised had no chance to clean up
@@ -45,7 +45,7 @@ class Check(Enum):
 
 @dataclass
 class Setup:
-    """What makes the child like a process that the test started itself."""
+    """The state that a process started by the test itself would have."""
 
     name: str
     environ: Mapping[str, str]
@@ -86,7 +86,7 @@ def main(conn: Connection) -> None:
 
 
 def _leave() -> None:
-    """End as Python does, up to where it takes every module apart: that costs a quarter of a second."""
+    """Exit as Python does, but without the destruction of modules: that takes a quarter of a second."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -102,9 +102,9 @@ def _set_up(setup: Setup) -> None:
     os.chdir(setup.cwd)
     sys.path[:] = setup.path
     sys.argv[:] = [setup.name]
-    tempfile.tempdir = None  # it depends on the environment, and the server may have asked for it already
+    tempfile.tempdir = None  # depends on the environment, and the server may have cached it
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    # The harness ends a worker that is stuck with SIGABRT, and this is what shows where it was.
+    # The harness ends a stuck worker with SIGABRT; faulthandler then prints its stacks.
     faulthandler.enable(all_threads=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Pytest makes warnings errors in its own process only.
@@ -129,7 +129,7 @@ class Child:
         self._unseen: list[str] = []
 
     def serve(self) -> None:
-        """Run calls until told to finish, then say what was left behind."""
+        """Run calls until told to finish, then report leaks."""
         threading.excepthook = self._thread_died
         sys.unraisablehook = self._unraisable
         reader = threading.Thread(target=self._read, name="harness-reader", daemon=True)
@@ -146,7 +146,7 @@ class Child:
             try:
                 kind, *rest = pickle.loads(self._conn.recv_bytes())
             except (EOFError, ConnectionResetError):
-                os._exit(1)  # the test does not want us any more
+                os._exit(1)  # the test is gone
             if kind == "finish":
                 (self._check,) = rest
                 self._main_jobs.put(None)
@@ -174,7 +174,7 @@ class Child:
             kind, answer = "error", _failure(error)
             self._raised = True
         if threading.current_thread() is threading.main_thread():
-            # Before the answer goes, so that the test's next call finds the main thread free.
+            # Before the answer is sent, so that the test's next call finds the main thread free.
             with self._lock:
                 self._main_busy = False
         self._send(kind, number, answer)
@@ -212,7 +212,7 @@ def _failure(error: BaseException) -> Failure:
         link = link.__cause__
     try:
         pickled = cloudpickle.dumps(chain)
-        pickle.loads(pickled)  # some exceptions can be taken apart but not put together again
+        pickle.loads(pickled)  # some exceptions can be pickled but not unpickled
     except Exception:
         return Failure(summary, text, None)
     return Failure(summary, text, pickled)

@@ -6,10 +6,10 @@ bottom of the stack and can end like any Python process.
 
 For each fork the caller passes three descriptors: the child's end of a connection, a file for its output, and
 a pipe on which the server writes how the child ended. The answer is the child's pid and a pidfd for it, so
-that a signal can't hit a stranger who got the same pid later.
+that a signal can't hit another process that got the same pid later.
 
-If the caller dies, the server sees its control socket close and kills all that it forked; if the server dies,
-the kernel kills them.
+If the caller dies, the server sees its control socket close and kills all its children; if the server dies, the
+kernel kills them.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class ForkServer:
         return Forked(int(answer), fds[0], Connection(ours.detach()), ended, output)
 
     def alive(self) -> bool:
-        """Whether it can still be asked."""
+        """Whether the server process runs."""
         return self._process.poll() is None
 
     def stop(self) -> None:
@@ -122,7 +122,7 @@ _server_lock = threading.Lock()
 
 
 def server() -> ForkServer:
-    """The one of this process, started at first use."""
+    """The fork server of this process, started at first use."""
     global _server
     with _server_lock:
         if _server is not None and not _server.alive():
@@ -159,7 +159,7 @@ def main() -> None:
         time.sleep(0.01)
     if len(threads) != 1:
         sys.exit(f"{len(threads)} threads run after importing {sys.argv[2:]}: forking would lose them")
-    # What a child leaves running without a parent becomes ours, so the leak check sees it.
+    # Orphaned grandchildren become our children, so the leak check sees them.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     # Children share these pages; a collection in one of them must not touch them.
     gc.collect()
@@ -202,10 +202,10 @@ def _serve(control: socket.socket) -> Connection | None:
                 os.close(fd)
             return Connection(theirs)
         status_pipes[pid] = status
-        # Nothing is waited for between the fork and here, so the pid still names this child.
+        # No child is reaped between the fork and here, so the pid is still that of this child.
         pidfd = os.pidfd_open(pid)
         rights = array.array("i", [pidfd])
-        with contextlib.suppress(BrokenPipeError):  # the caller is gone: the next look at the socket says so
+        with contextlib.suppress(BrokenPipeError):  # the caller is gone: the next poll notices
             control.sendmsg([b"%d" % pid], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
         for fd in (pidfd, theirs, output):
             os.close(fd)
@@ -238,7 +238,7 @@ def _reap(status_pipes: dict[int, int]) -> None:
 
 
 def _kill_all() -> None:
-    # Again and again: killing a child can make its children ours.
+    # In a loop: killing a child can make its children ours.
     while pids := leaks._children("self"):
         for pid in pids:
             os.kill(pid, signal.SIGKILL)

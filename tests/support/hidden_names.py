@@ -1,8 +1,8 @@
-"""What becomes of farprop with a torch that lacks a name.
+"""How farprop behaves with a torch that lacks a name.
 
 ``python -m tests.support.hidden_names 0 2`` imports torch once, and forks a child for each name that ``farprop._torch``
-looks up; or for every second one, from the first. The child hides the name, and imports farprop. Then torch gets the
-name back: a torch that has dropped it does not need it. What the child saw is written as JSON, an ``Outcome`` a line.
+looks up; or for every second one, from the first. The child hides the name and imports farprop. Then it restores the
+name, because torch itself may need it. It writes the outcome as JSON, one ``Outcome`` per line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch.distributed.nn
 
 MODULES = ("rpc", "autograd", "nn", "nn.parallel", "optim", "distributed", "jit", "compat")
 
-# Modules that may go as a whole.
+# Modules that a future torch may remove as a whole.
 WHOLE_MODULES = (
     "torch.jit",
     "torch._jit_internal",
@@ -42,22 +42,22 @@ WHOLE_MODULES = (
 
 @dataclass
 class Outcome:
-    """What a child saw."""
+    """The result of a child."""
 
     name: str
     warnings: list[tuple[str, str]]  # classes and texts, of the imports and of install()
-    uses: dict[str, str]  # by what was tried, "" or the error
+    uses: dict[str, str]  # for each use that was tried, "" or the error
 
 
 class _Gone:
-    """An attribute that is not there, in front of one of a base class that can't be changed."""
+    """A missing attribute: it hides that of a base class that can't be changed."""
 
     def __get__(self, owner: object, kind: type | None = None) -> Any:
         raise AttributeError("hidden")
 
 
 class _Without:
-    """An object of C++ without one of its attributes."""
+    """A C++ object without one of its attributes."""
 
     def __init__(self, whole: object, name: str) -> None:
         self._whole, self._name = whole, name
@@ -70,14 +70,14 @@ class _Without:
 
 @contextmanager
 def hidden(path: str) -> Iterator[None]:
-    """Torch without this name, which may be a module's."""
+    """Hide a name of torch, which may be a module."""
     parent, _, name = path.rpartition(".")
     owner = _found(parent)
     module = sys.modules.get(path)
     if module is not None:
         sys.modules[path] = None  # type: ignore[assignment]
     above, _, own = parent.rpartition(".")
-    # As it is in the owner, not as the owner gives it: a method is not to be bound.
+    # From the dictionary of the owner, so that a method is not bound.
     before = vars(owner).get(name) if hasattr(owner, "__dict__") else None
     if isinstance(owner, type):
         setattr(owner, name, _Gone())
@@ -103,7 +103,7 @@ def _found(path: str) -> Any:
 
 
 def look(name: str) -> Outcome:
-    """Import and use farprop without this name. Once in a process."""
+    """Import and use farprop without this name. Can be called once per process."""
     with warnings.catch_warnings(record=True) as seen, hidden(name):
         warnings.simplefilter("always")
         for module in MODULES:
@@ -169,7 +169,7 @@ def _remote_module() -> None:
 
 
 def _run_in_child(run: Callable[[], Any]) -> Any:
-    """What the function returns in a fork of this process."""
+    """Run a function in a fork of this process; returns its result."""
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
@@ -200,15 +200,15 @@ def _names_and_imports() -> list[list[str]]:
 
 
 def main() -> None:
-    """Look at every name."""
+    """Try every name."""
     sys.dont_write_bytecode = False  # the first child compiles farprop for the others
     torch.set_num_threads(1)
     names, others = _run_in_child(_names_and_imports)
-    for name in others:  # children have these already, and are quick
+    for name in others:  # so that children start fast
         if name not in sys.modules:
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # a collection that looks at all of torch takes longer than all else in a child
+    gc.freeze()  # a collection over all of torch takes longer than everything else in a child
     first, step = map(int, sys.argv[1:])
     for name in [*names, *WHOLE_MODULES][first::step]:
         print(json.dumps(_run_in_child(lambda name=name: asdict(look(name)))), flush=True)

@@ -27,7 +27,7 @@ class NotAllowedError(Exception):
 
 
 class Hosts:
-    """A context. Host 0 is at 192.0.2.1, host 1 at 192.0.2.2, and so on: addresses that are nobody's."""
+    """A context manager. Host 0 is at 192.0.2.1, host 1 at 192.0.2.2, and so on: addresses reserved for examples."""
 
     def __init__(self, count: int) -> None:
         prefix = f"farprop-tests-{os.getpid()}-{next(_numbers)}"
@@ -71,18 +71,18 @@ class Hosts:
         return [{**shared, NAMESPACE: self._names[host]} for host in places]
 
     def cut(self, host: int) -> None:
-        """Between the host and the switch nothing passes any more, and nobody is told."""
+        """Cut the cable between the host and the switch. No end is notified."""
         _ip("-n", self._switch, "link", "set", f"port{host}", "nomaster")
 
     def mend(self, host: int) -> None:
         _ip("-n", self._switch, "link", "set", f"port{host}", "master", "switch")
 
     def unplug(self, host: int) -> None:
-        """The host's own interface goes down, which its system knows."""
+        """Take the host's own interface down, which its kernel notices."""
         _ip("-n", self._names[host], "link", "set", "eth0", "down")
 
     def part(self, one: int, other: int) -> None:
-        """These two don't reach each other any more, and everybody else reaches both."""
+        """Cut off two hosts from each other; all others still reach both."""
         for here, there in ((one, other), (other, one)):
             _ip("-n", self._names[here], "route", "add", "blackhole", f"{self.address(there)}/32")
 
@@ -92,7 +92,7 @@ def _ip(*words: str) -> None:
 
 
 def enter(name: str) -> None:
-    """This process, which has one thread, goes to a host."""
+    """Move this process, which must have one thread, to a host."""
     with open(_NAMED / name) as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"can't enter {name}")

@@ -1,9 +1,9 @@
-"""What a process holds, and what of it is new.
+"""The leak check: the resources that a process holds, and which of them are new.
 
 ``before = snapshot()``, run something, then ``left_behind(before)`` names each thread, child process, file
 descriptor (sockets are these too), ``/dev/shm`` entry, farprop file and farprop memory mapping that is still
-there and was not before. If nothing is new that costs one more snapshot, less than a millisecond; what is new
-has ``GRACE`` seconds to go away.
+there and was not before. If nothing is new, that costs one more snapshot, less than a millisecond; new resources
+have ``GRACE`` seconds to go away.
 
 Linux only: all of it is read from ``/proc``.
 """
@@ -27,7 +27,7 @@ GRACE = 5.0
 # A mapping outlives the descriptor it was made from, so only the maps tell that shared memory is still held.
 _MAPPING = re.compile(rb"^(\S+) .*?(/memfd:farprop[^\n]*)$", re.MULTILINE)
 
-# What the harness itself keeps for the whole run. `exempt` adds to these.
+# Resources that the harness itself keeps for the whole run. `exempt` adds to these.
 _exempt_pids: set[int] = set()
 _exempt_fds: set[int] = set()
 _parents: set[int] = set()
@@ -35,7 +35,7 @@ _parents: set[int] = set()
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the process holds at one moment."""
+    """The resources of the process at one moment."""
 
     threads: frozenset[threading.Thread]
     processes: frozenset[int]
@@ -45,14 +45,14 @@ class Snapshot:
     mappings: frozenset[str]
 
     def since(self, before: Snapshot) -> Snapshot:
-        """What is here and was not in ``before``."""
+        """The resources that are not in ``before``."""
         return Snapshot(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
 
     def __bool__(self) -> bool:
         return any(getattr(self, f.name) for f in fields(self))
 
     def describe(self) -> list[str]:
-        """A line or more for each thing, with what helps to find who made it."""
+        """A line or more for each resource, with details that help to find its creator."""
         return [
             *(_describe_thread(t) for t in sorted(self.threads, key=lambda t: t.name)),
             *(_describe_process(pid) for pid in sorted(self.processes)),
@@ -73,14 +73,14 @@ def exempt(*, pid: int | None = None, fd: int | None = None) -> None:
 
 
 def count_again(*, pid: int | None = None, fd: int | None = None) -> None:
-    """Take an exemption back; the number may soon be somebody else's."""
+    """Undo ``exempt``; the number may soon be reused."""
     _exempt_pids.discard(pid or -1)
     _parents.discard(pid or -1)
     _exempt_fds.discard(-1 if fd is None else fd)
 
 
 def snapshot() -> Snapshot:
-    """Everything that counts, now."""
+    """The resources that count, now."""
     helper_pids, helper_fds = _python_helpers()
     return Snapshot(
         threads=frozenset(t for t in threading.enumerate() if _counts(t)),
@@ -113,7 +113,7 @@ def left_behind(before: Snapshot, grace: float | None = None) -> list[str]:
 
 
 def warm_up() -> None:
-    """Let torch make now what it makes once and keeps: the first store leaves a pipe, which is libuv's."""
+    """Let torch create now the resources that it creates once and keeps: the first store leaves a pipe of libuv."""
     from torch.distributed import TCPStore
 
     TCPStore("127.0.0.1", 0, is_master=True)
@@ -208,7 +208,7 @@ def _python_helpers() -> tuple[set[int], set[int]]:
 
 
 def _without_strangers(new: Snapshot) -> Snapshot:
-    """Leave out shared memory that a process which is none of ours holds: the directory is everybody's."""
+    """Leave out shared memory that only unrelated processes hold: all processes share the directory."""
     if not new.shared_memory:
         return new
     ours = _descendants("self")
@@ -225,7 +225,7 @@ def _without_strangers(new: Snapshot) -> Snapshot:
 
 
 def _inode(name: str) -> int:
-    """Of an entry of the directory; -1 if it has gone."""
+    """The inode of an entry of the directory; -1 if it is gone."""
     try:
         return os.stat(f"/dev/shm/{name}").st_ino
     except OSError:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-VARIABLE = "FARPROP_TESTS_LOCK_ORDER"  # set to 1, the workers of a test check it, too
+VARIABLE = "FARPROP_TESTS_LOCK_ORDER"  # if set to 1, workers check the order, too
 
 _DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
 _ROW = re.compile(r"^\| `(\w+)` \|", re.M)
@@ -89,12 +89,12 @@ def ranks() -> dict[str, int]:
 
 
 def make(name: str) -> Any:
-    """What ``farprop.locks.make_lock`` gives while this is installed."""
+    """The replacement of ``farprop.locks.make_lock`` while this is installed."""
     return OrderedLock(name, ranks()[name])
 
 
 def install() -> None:
-    """Have all locks of farprop's that are made from now on know their order."""
+    """From now on, all new locks of farprop check their order."""
     from farprop import locks
 
     locks.factory = make

@@ -1,4 +1,4 @@
-"""Peers that a test plays itself: they speak the protocol, with the key that they are given, and then send anything."""
+"""Fake peers: they do the handshake with the key that they are given, and then send anything."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def dial_as(identity: Identity, keys: Keys, entry: Entry, kind: str = "tcp", tls
 
 
 def receive(stream: Stream) -> bytes:
-    """Something of what comes; nothing at the end."""
+    """The next bytes; empty at the end of the stream."""
     while True:
         try:
             return stream.recv(1 << 16)

@@ -19,7 +19,7 @@ def pack(
     table: Sequence[tuple[int, int]] = (),
     returned: Sequence[int] = (),
 ) -> bytes:
-    """A message but for its inline buffers. ``body`` is what follows the table: heads and payload, or nonsense."""
+    """A message without its inline buffers. ``body`` follows the table: heads and payload, or garbage."""
     header = HEADER.pack(kind, flags, len(table), len(name), len(returned), call_id, seconds, len(body))
     rows = [BUFFER.pack(*row) for row in table]
     return b"".join((header, name, struct.pack(f"<{len(returned)}I", *returned), *rows, body))

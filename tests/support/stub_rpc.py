@@ -1,4 +1,4 @@
-"""As much of ``farprop.rpc`` as ``cluster`` uses, with the faults that the harness must find."""
+"""A stub of ``farprop.rpc``: the part that ``cluster`` uses, with faults that the harness must find."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _leaked = threading.Event()
 
 @dataclass
 class TensorPipeRpcBackendOptions:
-    """Which faults to have, and at which rank."""
+    """The fault to simulate, and its rank."""
 
     faulty_rank: int = -1
     fault: str = ""
 
 
 def init_rpc(name: str, rank: int, world_size: int, rpc_backend_options: TensorPipeRpcBackendOptions) -> None:
-    """Be initialised."""
+    """Initialise, or fail if that is the fault."""
     global _options
     _options = rpc_backend_options
     if rank != _options.faulty_rank:
@@ -36,7 +36,7 @@ def get_worker_info() -> None:
 
 
 def shutdown(graceful: bool) -> None:
-    """Be no longer initialised, or show the fault."""
+    """Shut down, or show the fault."""
     global _options
     get_worker_info()
     fault = _options.fault if _options else ""

@@ -1,4 +1,4 @@
-"""Which names torch's distributed modules have, and what farprop has in their place.
+"""The names of torch's distributed modules, and what farprop has in their place.
 
 ``python -m tests.support.torch_names torch`` prints torch's, as JSON. ``python -m tests.support.torch_names farprop``
 reads such a list and says for each name what it is under ``farprop.compat``.
@@ -36,7 +36,7 @@ _OF_PYBIND = "_pybind11_conduit_v1_"
 
 
 class Parameter(TypedDict):
-    """One parameter of a signature. A default is its ``repr``; None is for none."""
+    """One parameter of a signature. ``default`` is a ``repr``, or None if there is no default."""
 
     name: str
     kind: str
@@ -123,7 +123,7 @@ def _attributes(cls: type, own_only: bool) -> set[str]:
 
 
 def _set_on_self(cls: type) -> Iterator[str]:
-    """What methods of a class, as its source has them, assign to ``self``."""
+    """The attributes that methods of a class assign to ``self``, according to its source."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     except (OSError, TypeError):

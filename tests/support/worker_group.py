@@ -33,7 +33,7 @@ _OUTPUT_SHOWN = 20_000
 
 
 class WorkersFailed(AssertionError):
-    """Workers did not do what the test wants of them; the message has their tracebacks and their output."""
+    """Workers failed; the message has their tracebacks and their output."""
 
 
 class WorkerDied(WorkersFailed):
@@ -91,7 +91,7 @@ class Worker:
             signal.pidfd_send_signal(self._forked.pidfd, signum)
 
     def how_it_ended(self) -> str:
-        """A few words."""
+        """How the process ended, in a few words."""
         code = self.ended.result()
         if code is None:
             return "went away with the fork server"
@@ -167,7 +167,7 @@ class Worker:
 
 
 class WorkerGroup:
-    """Several workers, one for each environment. A context: its exit kills what still runs."""
+    """Several workers, one for each environment. A context manager: its exit kills workers that still run."""
 
     def __init__(self, environs: Sequence[Mapping[str, str]], full_exit: bool = False) -> None:
         self.workers: list[Worker] = []
@@ -191,7 +191,7 @@ class WorkerGroup:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A worker in the midst of a call may be why the test failed: let it say where it is.
+        # A worker in a call may be why the test failed: have it print its stacks.
         self.stop([w for w in self.workers if error is not None and w.busy])
         for worker in self.workers:
             worker.signal(signal.SIGKILL)

@@ -99,7 +99,7 @@ def processes(
     timeout: float = 60,
     check: bool = True,
 ) -> Iterator[Cluster]:
-    """The same without farprop's calls: the test says what each process starts, and has it stop that."""
+    """As ``cluster``, but without ``init_rpc``: the test starts and stops what each process needs."""
     with WorkerGroup(_environs(env, world_size)) as group:
         running = Cluster(group, timeout, check)
         yield running
@@ -156,7 +156,7 @@ class Cluster:
         return len(self._group.running()) < len(self._group.workers)
 
     def shutdown(self, graceful: bool = True) -> None:
-        """Shut farprop down in all that live, let them check themselves and end. Later calls do nothing.
+        """Shut farprop down in all live workers, let them check themselves and exit. Later calls do nothing.
 
         Raises if that fails or takes too long, if a worker has died and the test does not know of it, or if a
         call that was started has raised and nobody looked.
