@@ -16,7 +16,7 @@ from bench.rounds import Job, Outcome, alternate, p99, ratio, round_ratios, summ
 
 
 class FakeSide:
-    """Answers with numbers given beforehand, one list a visit, and notes who was visited when."""
+    """Returns prepared numbers, one list for each measurement, and records the order of measurements."""
 
     def __init__(self, name: str, visits: list[list[float]], log: list[str]) -> None:
         self.name = name
@@ -77,7 +77,7 @@ def test_table_aligns_its_columns() -> None:
     ]
 
 
-def test_rounds_alternate_and_times_are_a_call() -> None:
+def test_rounds_alternate_and_times_are_per_call() -> None:
     log: list[str] = []
     a = FakeSide("a", [[10.0], [20.0]], log)
     b = FakeSide("b", [[100.0], [200.0]], log)
@@ -88,7 +88,7 @@ def test_rounds_alternate_and_times_are_a_call() -> None:
     assert outcome.summaries["theirs"].round_medians == [10.0, 20.0]
 
 
-def test_a_side_that_fails_is_reported_and_not_asked_again() -> None:
+def test_failing_side_is_reported_and_not_measured_again() -> None:
     log: list[str] = []
     a, b = FakeSide("a", [[1.0], [1.0], [1.0]], log), FakeSide("b", [[1.0]], log)
     job = Job("w", {"ours": (a, "w"), "theirs": (b, "w")}, samples=1, warmup=0)
@@ -102,7 +102,7 @@ def outcome_of(ours: list[list[float]], theirs: list[list[float]]) -> Outcome:
     return Outcome({"ours": summarise(ours), "theirs": summarise(theirs)})
 
 
-def test_report_says_what_was_reached_and_by_how_many_rounds() -> None:
+def test_report_says_which_goals_were_met_and_in_how_many_rounds() -> None:
     cases = [CASES["empty"], CASES["echo-1mb"]]
     outcomes = {
         "unix": Outcome({"floor": summarise([[50.0], [40.0], [50.0]])}),
@@ -124,7 +124,7 @@ def test_report_says_what_was_reached_and_by_how_many_rounds() -> None:
     assert (failed["reached"], failed["errors"]) == (False, {"ours": "RuntimeError: lost"})
 
 
-def test_the_goals_are_those_of_the_issues() -> None:
+def test_goals_of_the_cases() -> None:
     assert {name: case.goal for name, case in CASES.items()} == {
         "empty": 4,
         "add-operator": 3,
@@ -174,6 +174,6 @@ def test_flat_memory(kib_a_look: int, fds_a_look: int, maps_a_look: int, flat: b
     assert is_flat(looks) == flat
 
 
-def test_filling_a_pool_at_the_start_is_not_growth() -> None:
+def test_initial_filling_of_a_pool_is_not_growth() -> None:
     looks = [Usage(1000, 20, 0)] + [Usage(90_000, 24, 4)] * LOOKS
     assert is_flat(looks)

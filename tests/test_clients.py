@@ -1,4 +1,4 @@
-"""`make clients`: our programs run on farprop, in a small size, and a difference is found."""
+"""`make clients`: our programs run on farprop, in a small size, and differences are detected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.driver import BenchError
 
 
 @pytest.mark.parametrize("program", command.OURS)
-def test_a_program_written_for_torch_runs_on_farprop(program: str) -> None:
+def test_program_written_for_torch_runs_on_farprop(program: str) -> None:
     result = run(program, "farprop", sys.executable, limit=100, tiny=True)
     assert result.failure == ""
     assert result.values
@@ -31,7 +31,7 @@ GOOD = Run("", 2.0, 5.0, {"losses": [1.0, 0.5]})
 FAST = Run("", 1.0, 4.0, {"losses": [1.0, 0.50001]})
 
 
-def test_the_same_result_within_the_tolerance() -> None:
+def test_results_within_the_tolerance_are_equal() -> None:
     outcome = _outcome([GOOD, GOOD], [FAST, FAST])
     assert outcome.row() == ["program", "2.00", "1.00", "0.50", "5.0", "4.0", "same"]
     assert exit_code([outcome]) == 0
@@ -46,13 +46,13 @@ def test_the_same_result_within_the_tolerance() -> None:
         (None, "result: {'losses': [1.0, 0.5]} and None"),
     ],
 )
-def test_a_difference_in_any_round_is_an_error(values: object, text: str) -> None:
+def test_difference_in_any_round_is_an_error(values: object, text: str) -> None:
     outcome = _outcome([GOOD, GOOD], [FAST, Run("", 1.0, 4.0, values)])
     assert outcome.verdict == f"differs on farprop: {text}"
     assert exit_code([_outcome([GOOD], [FAST]), outcome]) == 1
 
 
-def test_a_program_that_torch_itself_does_not_repeat_is_not_held_against_farprop() -> None:
+def test_program_that_torch_does_not_reproduce_is_no_error() -> None:
     outcome = _outcome([GOOD, Run("", 1.0, 4.0, {"losses": [1.0, 0.6]})], [FAST, FAST])
     assert outcome.verdict == "differs on torch: losses[1]: 0.5 and 0.6"
     assert exit_code([outcome]) == 0
@@ -64,7 +64,7 @@ def test_numbers_that_are_not_finite_differ() -> None:
     assert difference(2, 3) == "result: 2 and 3"
 
 
-def test_a_program_that_fails_on_farprop_alone_is_an_error() -> None:
+def test_program_that_fails_only_on_farprop_is_an_error() -> None:
     bad = Run("ValueError: no")
     assert exit_code([_outcome([GOOD, GOOD], [FAST, bad])]) == 1
     assert exit_code([_outcome([GOOD, bad], [FAST, FAST])]) == 0
@@ -73,7 +73,7 @@ def test_a_program_that_fails_on_farprop_alone_is_an_error() -> None:
     assert both.verdict == "torch failed 1 of 1: ValueError: no; farprop failed 1 of 1: ValueError: no"
 
 
-def test_what_a_run_came_to() -> None:
+def test_outcome_of_a_run() -> None:
     assert read(None, "", "", 30, 30).failure == "hangs (ended after 30 s)"
     assert read(0, "", "", 30, 1).failure == "exit code 0, without a result"
     errors = (
@@ -83,12 +83,12 @@ def test_what_a_run_came_to() -> None:
     assert read(0, 'hello\nRESULT {"seconds": 1.5, "values": [2]}\n', "", 30, 4.0) == Run("", 1.5, 4.0, [2])
 
 
-def test_a_program_that_hangs_is_ended() -> None:
+def test_hanging_program_is_killed() -> None:
     result = run("parameter_server", "torch", sys.executable, limit=0.01)
     assert result.failure == "hangs (ended after 0.01 s)"
 
 
-def test_packages_that_cannot_be_had_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(venv: Path, packages: list[str]) -> Path:
         raise BenchError(f"can't be installed: no {packages[-1]}")
 

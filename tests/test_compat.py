@@ -53,7 +53,7 @@ def test_every_way_to_import_leads_to_the_same_modules(tmp_path: Path) -> None:
     )
 
 
-def test_submodules_that_farprop_has_are_found_on_demand_and_loaded_once(tmp_path: Path) -> None:
+def test_submodules_of_farprop_are_found_on_demand_and_loaded_once(tmp_path: Path) -> None:
     run_after_install(
         """
         import importlib, pkgutil
@@ -68,7 +68,7 @@ def test_submodules_that_farprop_has_are_found_on_demand_and_loaded_once(tmp_pat
     )
 
 
-def test_a_submodule_that_farprop_lacks_is_not_found(tmp_path: Path) -> None:
+def test_submodule_that_farprop_lacks_is_not_found(tmp_path: Path) -> None:
     run_after_install(
         """
         try:
@@ -113,7 +113,7 @@ def test_installing_twice_changes_nothing(tmp_path: Path) -> None:
     )
 
 
-def test_what_torch_took_from_its_rpc_is_farprops_after_install(tmp_path: Path) -> None:
+def test_names_that_torch_imported_from_its_rpc_are_replaced_by_install(tmp_path: Path) -> None:
     # PyTorch's tests hold the RPC module itself; their helpers are imported before the redirection here.
     script = tmp_path / "late.py"
     script.write_text(
@@ -132,7 +132,7 @@ def test_what_torch_took_from_its_rpc_is_farprops_after_install(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("backend", ["farprop", "gloo"])
-def test_monitored_barriers_take_groups_in_python_too(tmp_path: Path, backend: str) -> None:
+def test_monitored_barrier_works_on_python_groups(tmp_path: Path, backend: str) -> None:
     run_after_install(
         f"""
         import torch.distributed as dist
@@ -183,7 +183,7 @@ def test_remote_modules_are_farprops_and_the_rest_of_their_package_is_torchs(tmp
     )
 
 
-# A program as a user has it: it knows nothing of farprop. Children and grandchildren say what they import.
+# A user's program, which does not know farprop. Children and grandchildren report what they import.
 PROGRAM = """
 import os, sys
 import torch.distributed.rpc as rpc
@@ -209,7 +209,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("as_module", [False, True])
-def test_a_program_and_its_children_run_on_farprop(tmp_path: Path, as_module: bool) -> None:
+def test_program_and_its_children_run_on_farprop(tmp_path: Path, as_module: bool) -> None:
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -229,7 +229,7 @@ def test_children_of_a_script_that_calls_install_run_on_farprop(tmp_path: Path) 
     assert sorted((tmp_path / "out.txt").read_text().splitlines()) == expected
 
 
-# A callee writes into the memory of its caller, because a pickler of the program's passes tensors as what they are.
+# A callee writes into the memory of its caller, because the program's own pickler passes tensors without a copy.
 SHARING = """
 import copyreg, os, sys
 import torch
@@ -279,12 +279,12 @@ if __name__ == "__main__":
 """
 
 
-def test_a_callee_can_write_into_the_callers_memory(tmp_path: Path) -> None:
+def test_callee_can_write_into_the_memory_of_its_caller(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(SHARING)
     assert run("-m", "farprop.compat", "program.py", cwd=tmp_path) == "farprop.rpc [2.0, 2.0] [1.0, 1.0]\n"
 
 
-def test_exit_codes_and_relative_imports_are_the_programs_own(tmp_path: Path) -> None:
+def test_exit_code_and_relative_imports_work_as_without_compat(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -315,7 +315,7 @@ def settled(value: object) -> "Future[Any]":
     return future
 
 
-def test_wait_all_gives_values_in_order() -> None:
+def test_wait_all_returns_values_in_order() -> None:
     first: Future[int] = Future()
     second: Future[int] = Future()
 
@@ -355,7 +355,7 @@ def test_wait_all_raises_the_error_that_came_first() -> None:
 
 
 @pytest.mark.parametrize("wait", [torch.futures.wait_all, wait_all])
-def test_wait_all_raises_what_torchs_raises(wait: Callable[[list["Future[Any]"]], list[Any]]) -> None:
+def test_wait_all_raises_the_same_errors_as_torch(wait: Callable[[list["Future[Any]"]], list[Any]]) -> None:
     # An error inside a callback is stored by torch's C++ code, not by set_exception.
     source: Future[int] = Future()
     failing = source.then(lambda _: 1 // 0)

@@ -91,7 +91,7 @@ def _undocumented(x: int) -> int:
     return x
 
 
-def test_the_check_finds_what_is_missing() -> None:
-    assert len(problems(_undocumented)) == 1  # its file is not farprop's, so its sections are not looked at
+def test_missing_sections_are_found() -> None:
+    assert len(problems(_undocumented)) == 1  # its file is not farprop's, so its sections are not checked
     assert list(missing_sections(_undocumented, [])) == ["has no Args:", "has no Returns:"]
     assert list(missing_sections(_undocumented, ["Args:", "    y: Another.", "Returns:"])) == ["does not document x"]

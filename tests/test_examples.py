@@ -1,4 +1,4 @@
-"""What people read first does what it says: the examples, and every piece of Python in the documents."""
+"""The examples and every block of Python in the documents work as described."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ NOT_RUN = {"docs/devices.md"}
 BLOCKS = [block for document in DOCUMENTS if document not in NOT_RUN for block in _blocks(document)]
 
 
-def test_no_piece_of_python_is_overlooked() -> None:
+def test_every_python_block_is_tested() -> None:
     assert len(_blocks("README.md")) == 10
     for name in DOCUMENTS:
         known = {"python", "sh", "diff", "mermaid", ""}
@@ -209,7 +209,7 @@ def _run_script(rank: int, path: str) -> list[str]:
     return output.getvalue().splitlines()
 
 
-def test_received_tensors_can_not_be_resized() -> None:
+def test_received_tensors_cannot_be_resized() -> None:
     assert "received.resize_(3, 3) raises" in README
     run_workers(_resize)
 
@@ -252,7 +252,7 @@ def _anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", [*DOCUMENTS, "SECURITY.md", "CONTRIBUTING.md"])
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_have_a_target(page: str) -> None:
     for link in re.findall(r"\]\(([^)]+)\)", (ROOT / page).read_text()):
         file, _, anchor = link.partition("#")
         target = (ROOT / page).parent / file if file else ROOT / page

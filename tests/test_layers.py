@@ -1,4 +1,4 @@
-"""Rules about imports that import-linter can't hold: it does not see inside of packages that aren't ours."""
+"""Rules about imports that import-linter can't check: it does not look inside other packages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "farprop"
 
-# What farprop replaces, so must not stand on.
+# Modules that farprop replaces, so must not use.
 FORBIDDEN = (
     "torch.distributed.rpc",
     "torch.distributed.autograd",
@@ -111,7 +111,7 @@ def test_forbidden_uses_are_found(source):
         "import torch.distributed.rpc_other",
     ],
 )
-def test_other_uses_are_not(source):
+def test_allowed_uses_are_not_reported(source):
     assert forbidden_uses(source) == []
 
 
@@ -124,7 +124,7 @@ def test_farprop_does_not_use_what_it_replaces():
     assert uses == []
 
 
-# Names of torch's that may change or go with any version. One file looks them up, and says what is lost without them.
+# Names of torch that may change or go with any version. One file looks them up, and says what is lost without them.
 LOOKED_UP_IN = PACKAGE / "_torch.py"
 # Without an underscore, but deprecated, or not documented. farprop.jit is about TorchScript, and most of it is imported
 # only if there is one.
@@ -193,7 +193,7 @@ def test_public_uses_are_not_private(source):
     assert private_uses(source) == []
 
 
-def test_private_names_of_torchs_are_looked_up_in_one_place():
+def test_private_names_of_torch_are_used_in_one_module():
     files = [file for file in sorted(PACKAGE.rglob("*.py")) if file != LOOKED_UP_IN]
     uses = [
         f"{file.relative_to(ROOT)}:{line}: {name}"
@@ -203,8 +203,8 @@ def test_private_names_of_torchs_are_looked_up_in_one_place():
     assert uses == []
 
 
-def test_private_attributes_are_farprops_own():
-    # Whose object it is can't be seen in the source, so nobody else's may have a name that farprop does not define.
+def test_private_attributes_belong_to_farprop():
+    # The source does not show the class of an object, so farprop may use only private attributes that it defines.
     trees = {file: ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py")) if file != LOOKED_UP_IN}
     defined = {name for tree in trees.values() for name in _defined(tree)} | OF_OTHERS
     uses = [

@@ -1,4 +1,4 @@
-"""The check for things left behind finds each kind of thing, and nothing else."""
+"""The leak check finds each kind of resource, and nothing else."""
 
 from __future__ import annotations
 
@@ -121,26 +121,26 @@ def test_each_kind_is_found_and_named(leak):
     assert leaks.left_behind(before) == []
 
 
-def test_a_thread_is_shown_with_where_it_is():
+def test_leaked_thread_is_shown_with_its_stack():
     before = leaks.snapshot()
     with leaked_thread():
         (text,) = leaks.left_behind(before, SHORT)
     assert "in wait" in text
 
 
-def test_what_was_there_before_does_not_count():
+def test_existing_resources_do_not_count():
     with leaked_thread(), leaked_descriptor(), leaked_shared_memory():
         assert leaks.left_behind(leaks.snapshot(), SHORT) == []
 
 
-def test_what_goes_away_in_time_does_not_count():
+def test_resources_that_go_away_in_time_do_not_count():
     before = leaks.snapshot()
     threading.Timer(0.1, lambda: None).start()
     assert leaks.snapshot().since(before)
     assert leaks.left_behind(before) == []
 
 
-def test_what_only_a_cycle_holds_does_not_count():
+def test_resources_held_only_by_a_cycle_do_not_count():
     class Holder:
         def __init__(self) -> None:
             self.me = self
@@ -160,7 +160,7 @@ def test_what_only_a_cycle_holds_does_not_count():
         gc.enable()
 
 
-def test_a_thread_that_python_did_not_start_and_that_has_ended_does_not_count():
+def test_ended_foreign_thread_does_not_count():
     import _thread
 
     before = leaks.snapshot()
@@ -182,7 +182,7 @@ def test_helpers_of_multiprocessing_do_not_count():
     assert leaks.left_behind(before, SHORT) == []
 
 
-def test_shared_memory_of_a_stranger_does_not_count(monkeypatch):
+def test_shared_memory_of_unrelated_processes_does_not_count(monkeypatch):
     code = "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 1); print(); input()"
     path = Path("/dev/shm", f"test-of-strangers-{os.getpid()}")
     before = leaks.snapshot()
@@ -204,7 +204,7 @@ def test_shared_memory_of_a_stranger_does_not_count(monkeypatch):
     assert unnamed == set()
 
 
-def test_semaphores_of_a_stranger_do_not_count(monkeypatch):
+def test_semaphores_of_unrelated_processes_do_not_count(monkeypatch):
     code = (
         "import multiprocessing as mp; s = mp.get_context('spawn').Lock(); print(s._semlock.name, flush=True); input()"
     )
@@ -219,7 +219,7 @@ def test_semaphores_of_a_stranger_do_not_count(monkeypatch):
         process.communicate(b"\n")
 
 
-def test_the_fixture_fails_a_test_that_leaks(pytester, monkeypatch):
+def test_fixture_fails_a_test_that_leaks(pytester, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     pytester.makeconftest(
         """

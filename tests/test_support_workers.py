@@ -1,4 +1,4 @@
-"""The harness for worker processes does what it says, and above all fails when it should."""
+"""The harness for worker processes works as documented, and fails when it should."""
 
 from __future__ import annotations
 
@@ -87,17 +87,17 @@ def raise_unpicklable():
 # run_workers
 
 
-def test_results_come_by_rank():
+def test_results_are_ordered_by_rank():
     assert run_workers(rank_and_more, 3, args=("a", 1)) == [(0, "a", 1), (1, "a", 1), (2, "a", 1)]
 
 
-def test_local_functions_and_tensors_travel():
+def test_local_functions_and_tensors_can_be_sent():
     tensor = torch.arange(3)
     results = run_workers(lambda rank: tensor + rank)
     assert torch.equal(results[1], torch.tensor([1, 2, 3]))
 
 
-def test_a_worker_has_its_environment(monkeypatch):
+def test_worker_has_its_environment(monkeypatch):
     monkeypatch.setenv("FROM_THE_TEST", "yes")
     monkeypatch.setenv("NOT_WANTED", "no")
     names = ("MASTER_ADDR", "MASTER_PORT", "FROM_THE_TEST", "NOT_WANTED", "MINE")
@@ -111,7 +111,7 @@ def test_a_worker_has_its_environment(monkeypatch):
     assert int(port) > 0
 
 
-def test_an_exception_is_shown_with_traceback_and_output():
+def test_exception_is_shown_with_traceback_and_output():
     with pytest.raises(AssertionError) as caught:
         run_workers(raise_at_rank_1)
     text = str(caught.value)
@@ -128,7 +128,7 @@ def wrong_assert(rank):
     assert found == []
 
 
-def test_a_bare_assert_is_shown_with_its_variables():
+def test_bare_assert_is_shown_with_its_variables():
     with pytest.raises(WorkersFailed, match=r"found = \[1, 2, 0\]"):
         run_workers(wrong_assert, 1)
 
@@ -142,18 +142,18 @@ def test_a_bare_assert_is_shown_with_its_variables():
         (lambda: sys.exit(4), "raised SystemExit: 4"),
     ],
 )
-def test_an_early_end_is_reported(end, words):
+def test_early_exit_is_reported(end, words):
     with pytest.raises(WorkersFailed, match=words):
         run_workers(lambda rank: end() if rank == 1 else None)
 
 
 @pytest.mark.parametrize("full_exit", [False, True])
-def test_an_exit_code_after_the_result_is_reported(full_exit):
+def test_exit_code_after_the_result_is_reported(full_exit):
     with pytest.raises(WorkersFailed, match="did its work, but then ended with exit code 7"):
         run_workers(lambda rank: atexit.register(os._exit, 7) and None, 1, full_exit=full_exit)
 
 
-def test_a_timeout_shows_where_workers_are_and_leaves_none():
+def test_timeout_shows_stacks_and_leaves_no_worker():
     with pytest.raises(WorkersFailed) as caught:
         run_workers(block, timeout=3)
     text = str(caught.value)
@@ -162,7 +162,7 @@ def test_a_timeout_shows_where_workers_are_and_leaves_none():
     assert text.count("blocked") == 2, "the output of each"
 
 
-def test_a_worker_that_does_not_end_after_its_result_is_a_timeout():
+def test_worker_that_does_not_exit_after_its_result_times_out():
     def leave_a_thread(rank):
         threading.Thread(target=block).start()
 
@@ -170,13 +170,13 @@ def test_a_worker_that_does_not_end_after_its_result_is_a_timeout():
         run_workers(leave_a_thread, 1, timeout=1, check=False)
 
 
-def test_a_stopped_worker_is_killed(monkeypatch):
+def test_stopped_worker_is_killed(monkeypatch):
     monkeypatch.setattr("tests.support.worker_group._ABORT_TIMEOUT", 0.1)
     with pytest.raises(WorkersFailed, match=r"did not end within 0\.5 s"):
         run_workers(lambda rank: os.kill(os.getpid(), signal.SIGSTOP), 1, timeout=0.5)
 
 
-def test_a_failure_does_not_wait_for_the_others(monkeypatch):
+def test_failure_does_not_wait_for_other_workers(monkeypatch):
     monkeypatch.setattr(workers, "_AFTER_FAILURE", 0.1)
 
     def fail_or_block(rank):
@@ -210,14 +210,14 @@ def leave_a_dead_thread(rank):
         (leave_a_dead_thread, "thread 'doomed' died of ZeroDivisionError"),
     ],
 )
-def test_a_worker_checks_itself(fn, words):
+def test_leaks_and_dead_threads_in_a_worker_fail_the_test(fn, words):
     with pytest.raises(WorkersFailed, match=words):
         run_workers(fn, 1)
     assert run_workers(fn, 1, check=False) == [None]
 
 
-class Farewell:
-    """Makes a directory when it is taken apart."""
+class MakesDirectoryOnDel:
+    """Makes a directory when it is destroyed."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -226,14 +226,14 @@ class Farewell:
         mkdir(self.path)
 
 
-def keep_farewell(rank, path):
-    globals()["kept"] = Farewell(path)
+def keep_until_exit(rank, path):
+    globals()["kept"] = MakesDirectoryOnDel(path)
 
 
 @pytest.mark.parametrize("full_exit", [False, True])
-def test_only_a_full_exit_takes_modules_apart(tmp_path, full_exit):
+def test_only_a_full_exit_destroys_modules(tmp_path, full_exit):
     path = tmp_path / "made"
-    run_workers(keep_farewell, 1, args=(str(path),), full_exit=full_exit)
+    run_workers(keep_until_exit, 1, args=(str(path),), full_exit=full_exit)
     assert path.exists() == full_exit
 
 
@@ -271,20 +271,20 @@ def stub(monkeypatch):
     monkeypatch.setattr(workers, "RPC_MODULE", "tests.support.stub_rpc")
 
 
-def test_the_harness_is_for_farprop():
+def test_harness_uses_farprop_by_default():
     assert workers.RPC_MODULE == "farprop.rpc"
 
 
 @pytest.mark.usefixtures("stub")
 class TestCluster:
-    def test_it_runs_functions_where_it_is_told(self, capsys):
+    def test_functions_run_on_the_given_rank(self, capsys):
         with cluster(world_size=3) as c:
             assert [c.run(rank, os.getpid) for rank in range(3)] == [c.pid(rank) for rank in range(3)]
             assert c.run(2, rank_and_more, 5, "x") == (5, "x")
             assert c.run(0, lambda **kwargs: kwargs, a=1) == {"a": 1}
         assert capsys.readouterr().err.count("shutdown graceful") == 3
 
-    def test_an_exception_keeps_type_fields_and_cause(self):
+    def test_exception_keeps_type_fields_and_cause(self):
         with cluster() as c:
             with pytest.raises(Custom) as caught:
                 c.run(1, raise_with_cause)
@@ -294,18 +294,18 @@ class TestCluster:
             assert "in worker1" in note
             assert "in raise_with_cause" in note
 
-    def test_an_exception_that_cannot_be_pickled_arrives_as_text(self):
+    def test_unpicklable_exception_arrives_as_text(self):
         with (
             cluster() as c,
             pytest.raises(WorkersFailed, match=r"(?s)Unpicklable: with a lock.*in raise_unpick"),
         ):
             c.run(1, raise_unpicklable)
 
-    def test_a_result_that_cannot_be_pickled_is_an_error(self):
+    def test_unpicklable_result_is_an_error(self):
         with cluster() as c, pytest.raises(TypeError, match="pickle"):
             c.run(1, threading.Lock)
 
-    def test_a_call_runs_in_the_main_thread_if_it_is_free(self):
+    def test_call_runs_in_the_main_thread_if_it_is_free(self):
         with cluster(world_size=1) as c:
             assert c.run(0, in_main_thread)
             assert c.run(0, in_main_thread)
@@ -318,12 +318,12 @@ class TestCluster:
             assert blocked.result(timeout=10) is None
             assert c.run(0, in_main_thread)
 
-    def test_a_call_that_takes_too_long_fails_with_stacks(self):
+    def test_call_that_takes_too_long_fails_with_stacks(self):
         words = r"(?s)waited 3 s for a call in worker1.*in block"
         with pytest.raises(WorkersFailed, match=words), cluster(timeout=3) as c:
             c.run(1, block)
 
-    def test_a_killed_worker_does_not_fail_the_test(self, capsys):
+    def test_killed_worker_does_not_fail_the_test(self, capsys):
         with cluster() as c:
             pending = c.start(1, block)
             c.kill(1)
@@ -334,21 +334,21 @@ class TestCluster:
             assert c.run(0, os.getpid) == c.pid(0)
         assert "shutdown at once" in capsys.readouterr().err
 
-    def test_a_death_that_the_test_saw_does_not_fail_it(self):
+    def test_observed_death_does_not_fail_the_test(self):
         with cluster() as c:
             with pytest.raises(WorkerDied, match="exit code 3"):
                 c.run(1, os._exit, 3)
             assert c.wait(1) == 3
 
-    def test_a_death_that_nobody_saw_fails_the_test(self):
+    def test_unobserved_death_fails_the_test(self):
         with pytest.raises(WorkersFailed, match="exit code 3"), cluster() as c:
             c.start(1, os._exit, 3)
 
-    def test_an_exception_that_nobody_saw_fails_the_test(self):
+    def test_unobserved_exception_fails_the_test(self):
         with pytest.raises(WorkersFailed, match=r"(?s)the test did not look: Custom: code 7"), cluster() as c:
             c.start(1, raise_with_cause)
 
-    def test_an_exception_of_the_test_itself_carries_what_workers_wrote(self):
+    def test_exception_of_the_test_carries_the_output_of_workers(self):
         def body(c):
             c.run(1, print, "a word from the worker")
             c.start(0, block)
@@ -369,16 +369,16 @@ class TestCluster:
             ("shutdown leaks", "(?s)worker1.*: left behind: thread 'leaked-by-stub'"),
         ],
     )
-    def test_faults_at_start_and_end_are_found(self, fault, words):
+    def test_faults_in_init_and_shutdown_are_found(self, fault, words):
         options = {"faulty_rank": 1, "fault": fault}
         with pytest.raises(WorkersFailed, match=words), cluster(options=options, timeout=3):
             pass
 
-    def test_the_check_can_be_switched_off(self):
+    def test_check_can_be_switched_off(self):
         with cluster(options={"faulty_rank": 1, "fault": "shutdown leaks"}, check=False) as c:
             c.run(0, os.pipe)
 
-    def test_a_cluster_that_is_shut_down_takes_no_calls(self):
+    def test_calls_after_shutdown_raise(self):
         with cluster() as c:
             c.shutdown(graceful=False)
             c.shutdown()

@@ -62,10 +62,10 @@ def _table(title: str) -> dict[str, str]:
     return found
 
 
-def test_every_name_of_torchs_is_here_or_in_the_table() -> None:
+def test_every_name_of_torch_exists_or_is_in_the_table() -> None:
     theirs, ours = _both()
     missing = {name for name in theirs if not ours[name]["is_there"]}
-    # With a class that is missing, its attributes are.
+    # The attributes of a missing class are not listed.
     missing -= {name for name in missing if name.rpartition(".")[0] in missing}
     table = _table("Missing names")
     assert {
@@ -75,7 +75,7 @@ def test_every_name_of_torchs_is_here_or_in_the_table() -> None:
     assert all(len(reason) > 20 for reason in table.values())
 
 
-def test_names_are_looked_for_where_they_are() -> None:
+def test_name_lists_have_names_of_each_kind() -> None:
     theirs, ours = _both()
     # One of each kind: functions, a constant, and what classes and their instances have, in Python and in C++.
     for name in (
@@ -104,12 +104,12 @@ def _differences(theirs: Known, ours: Known) -> list[str]:
 
 def _compared(theirs: list[Parameter], ours: list[Parameter]) -> list[str]:
     if {p["kind"] for p in theirs if p["name"] != "self"} == {"VAR_POSITIONAL", "VAR_KEYWORD"}:
-        return []  # it says nothing
+        return []  # the signature accepts anything
     return [] if theirs == ours else [f"torch has {_shown(theirs)}, farprop {_shown(ours)}"]
 
 
 def _calls_for(theirs: list[Parameter], ours: list[Parameter]) -> list[str]:
-    """C++ functions: whoever calls them as their documentation says can call ours."""
+    """C++ functions: every call that their documentation allows has to work with ours."""
     by_position = [p for p in theirs if p["kind"] == "POSITIONAL_ONLY"]
     named = [p for p in theirs if p["kind"] == "POSITIONAL_OR_KEYWORD"]
     mine = {p["name"]: p for p in ours}
@@ -147,7 +147,7 @@ def _shown(parameters: list[Parameter]) -> str:
     )
 
 
-def test_every_signature_is_torchs_or_in_the_table() -> None:
+def test_every_signature_equals_that_of_torch_or_is_in_the_table() -> None:
     theirs, ours = _both()
     different = {name: found for name in theirs if (found := _differences(theirs[name], ours[name]))}
     table = _table("Signatures that differ")
@@ -176,13 +176,13 @@ def test_differences_from_cpp_functions_are_found(line: str, ours: str, expected
     assert all(text.startswith(start) for text, start in zip(found, expected, strict=True))
 
 
-def test_star_imports_get_what_they_get_from_torch() -> None:
+def test_star_imports_give_the_same_names_as_torch() -> None:
     for name in (*MODULES_WITH_ALL, "autograd"):
         theirs, ours = (importlib.import_module(f"{package}.{name}") for package in ("torch.distributed", "farprop"))
         assert set(theirs.__all__) - set(getattr(ours, "__all__", dir(ours))) == set(), name
 
 
-def test_a_program_that_uses_private_names_sees_the_same(tmp_path: Path) -> None:
+def test_program_that_uses_private_names_prints_the_same(tmp_path: Path) -> None:
     program = str(ROOT / "tests" / "support" / "private_api_program.py")
     seen = {}
     for name, how in (("torch", []), ("farprop", ["-m", "farprop.compat"])):
@@ -191,7 +191,7 @@ def test_a_program_that_uses_private_names_sees_the_same(tmp_path: Path) -> None
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, done.stderr
         seen[name] = [json.loads(line) for line in done.stdout.splitlines()]
-    # Where workers meet is in the options.
+    # The options have the path of the store.
     assert json.dumps(seen["farprop"]).replace("/farprop", "/torch") == json.dumps(seen["torch"])
     assert len(seen["torch"]) == program_facts(program)
 

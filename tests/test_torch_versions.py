@@ -1,4 +1,4 @@
-"""Farprop with a torch that it does not know: names that are gone, hooks that don't fit, another version."""
+"""Farprop with an unknown torch: missing names, hooks with another signature, another version."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ import torch.distributed.nn
 from tests.support.hidden_names import WHOLE_MODULES, Outcome
 from tests.support.workers import run_workers
 
-# Farprop is imported by functions alone: workers that run those here are to import it in their own way.
+# Only functions import farprop here: the workers that run them have to import it themselves.
 ROOT = Path(__file__).parents[1]
 
-# Names that something can't do without: what, of the uses that tests.support.hidden_names makes.
+# Names that a feature needs, with the use of tests.support.hidden_names that fails without them.
 NEEDED = {
     "torch.autograd.Variable._execution_engine.queue_callback": "train",
     "torch.distributed.remote_device._remote_device": "remote_module",
     "torch.distributed.remote_device": "remote_module",
 }
-# What farprop replaces, so does not need.
+# Modules that farprop replaces, so does not need.
 NOT_MISSED = ("torch.distributed.nn", "torch.distributed.rpc")
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """What became of farprop without each name."""
+    """The outcome of farprop without each name."""
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("bytecode"))}
     running = [
         subprocess.Popen(
@@ -59,7 +59,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return found
 
 
-def test_everything_imports_without_any_one_name_and_one_warning_says_what_is_off(outcomes: dict[str, Outcome]) -> None:
+def test_farprop_imports_without_any_one_name_and_warns_once(outcomes: dict[str, Outcome]) -> None:
     from farprop import _torch
 
     assert outcomes.keys() == {*_torch.names, *WHOLE_MODULES}
@@ -75,7 +75,7 @@ def test_everything_imports_without_any_one_name_and_one_warning_says_what_is_of
             assert _torch.names[name] in text
 
 
-def test_what_needs_no_missing_name_works_and_what_does_says_so(outcomes: dict[str, Outcome]) -> None:
+def test_features_fail_only_if_they_need_the_missing_name(outcomes: dict[str, Outcome]) -> None:
     for name, outcome in outcomes.items():
         failed = {use: error for use, error in outcome.uses.items() if error}
         assert list(failed) == ([NEEDED[name]] if name in NEEDED else []), (name, failed)
@@ -105,7 +105,7 @@ def _with_version(_: int, version: str) -> list[tuple[str, str]]:
     return _warnings_of(_import_all)
 
 
-def test_an_untried_torch_is_one_warning_with_the_versions_that_were_tried() -> None:
+def test_untested_torch_version_warns_once_with_the_tested_versions() -> None:
     from farprop import _torch
 
     (((category, text),),) = run_workers(_with_version, 1, ("2.99.1+cpu",))
@@ -116,7 +116,7 @@ def test_an_untried_torch_is_one_warning_with_the_versions_that_were_tried() -> 
     ((_,),) = run_workers(_with_version, 1, ("2.130.0",))
 
 
-def test_a_torch_that_was_tried_is_no_warning() -> None:
+def test_tested_torch_version_does_not_warn() -> None:
     from farprop import _torch
 
     for version in _torch.TRIED:
@@ -136,14 +136,14 @@ def _with_hook_of_other_arguments(_: int) -> list[tuple[str, str]]:
     return seen
 
 
-def test_a_hook_of_another_signature_leaves_torchscript_alone() -> None:
+def test_hook_with_another_signature_leaves_torchscript_unchanged() -> None:
     (((category, text),),) = run_workers(_with_hook_of_other_arguments, 1)
     assert category == "TorchVersionWarning"
     assert "torch.jit.frontend.parse_def" in text
 
 
 class _State:
-    """All of torch's modules with their attributes, and what finds modules."""
+    """All modules of torch with their attributes, and the import hooks."""
 
     def __init__(self) -> None:
         self._finders = list(sys.meta_path)
@@ -151,7 +151,7 @@ class _State:
         self._attributes = {name: dict(vars(module)) for name, module in self._modules.items()}
 
     def differences(self) -> list[str]:
-        """What is different now."""
+        """The differences between then and now."""
         found = [] if self._finders == sys.meta_path else ["sys.meta_path"]
         now = _modules_of_torch()
         found += [name for name in now.keys() | self._modules.keys() if now.get(name) is not self._modules.get(name)]
@@ -213,7 +213,7 @@ def _check_installed() -> None:
     assert isinstance(add_elsewhere._wrapped_async_rpc_function, torch.jit.ScriptFunction)
 
 
-def test_an_install_that_fails_leaves_torch_as_it_was_and_can_be_tried_again() -> None:
+def test_failed_install_restores_torch_and_can_be_retried() -> None:
     (changes,) = run_workers(_fail_at_each_change, 1, timeout=110)
     assert changes > 20
 
@@ -245,5 +245,5 @@ def _fail_at_each_hook(_: int) -> int:
     return len(torchs)
 
 
-def test_hooks_that_cant_be_put_into_torchscript_are_a_warning_and_the_rest_is_installed() -> None:
+def test_failing_torchscript_hooks_warn_and_the_rest_is_installed() -> None:
     assert run_workers(_fail_at_each_hook, 1) == [9]
