@@ -79,14 +79,14 @@ def test_forged_decision_is_refused(tmp_path: Path) -> None:
     """Rank 1 waits for rank 0's decision, and gets a forged one from an attacker who has read the entries."""
     attacked = Store()
     said = _error_of_rank_1_for_a_forged_decision(attacked, attacked.environment, start_or_say, name="worker0", unix="")
-    assert "RendezvousError: 'verdict' in the store is not signed with this job's secret" in said
+    assert "RendezvousError: 'decision' in the store is not signed with this job's secret" in said
 
 
 def test_forged_decision_is_refused_by_a_process_group() -> None:
     attacked = Store()
     environment = {**attacked.environment, "FARPROP_TRANSPORT": "tcp"}
     said = _error_of_rank_1_for_a_forged_decision(attacked, environment, join_group_or_say, name="rank0")
-    assert "'verdict' in the store is not signed with this job's secret" in said
+    assert "'decision' in the store is not signed with this job's secret" in said
 
 
 def _error_of_rank_1_for_a_forged_decision(
@@ -98,8 +98,8 @@ def _error_of_rank_1_for_a_forged_decision(
         value = attacked.get("worker/1")
         own = json.loads(value[value.index(b"{") :])
         forged = {**own, "rank": 0, "instance": "x", "tcp": listener.getsockname(), **first}
-        verdict = json.dumps({"problem": None, "workers": [forged, own]}).encode()
-        attacked.set("verdict", value[: value.index(b"{")] + verdict, beside="worker/1")
+        decision = json.dumps({"problem": None, "workers": [forged, own]}).encode()
+        attacked.set("decision", value[: value.index(b"{")] + decision, beside="worker/1")
         said: str = second.result()
         listener.setblocking(False)
         with pytest.raises(BlockingIOError):

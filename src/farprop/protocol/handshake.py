@@ -133,7 +133,7 @@ class DialerHandshake(_End):
             self._nonces = self._nonce, _HELLO.unpack(self._held)[2]
             self._held = b""
             self.state = CHALLENGE
-            self._proof = self._mac(b"dialler", *self._nonces, self._identity, self._target)
+            self._proof = self._mac(b"dialer", *self._nonces, self._identity, self._target)
             head = _PROOF.pack(self._proof, len(self._identity), len(self._target))
             return head + self._identity + self._target
         if len(self._held) < _WELCOME.size:
@@ -188,7 +188,7 @@ class ListenerHandshake(_End):
             return b""
         identity = self._held[start : start + identity_length]
         target = self._held[start + identity_length : start + identity_length + target_length]
-        if not hmac.compare_digest(self._proof, self._mac(b"dialler", *self._nonces, identity, target)):
+        if not hmac.compare_digest(self._proof, self._mac(b"dialer", *self._nonces, identity, target)):
             raise AuthenticationError(
                 "a peer that dialled this worker does not know this job's secret, or what it sent was changed or "
                 "relayed on its way"

@@ -142,8 +142,8 @@ def meet(
                 problem = str(error)
         else:
             problem = _missing(store, own.world_size, timeout, call, more_time)
-        store.set("verdict", keys.sign("verdict", decision_to_json(entries, problem)))
-    elif not _await(lambda: store.has(["verdict"]), deadline + 1.0):
+        store.set("decision", keys.sign("decision", decision_to_json(entries, problem)))
+    elif not _await(lambda: store.has(["decision"]), deadline + 1.0):
         raise RendezvousError(_missing(store, own.world_size, timeout, call, more_time))
     try:
         return _read_decision(store, keys, own)
@@ -170,14 +170,14 @@ def _misplaced(entries: list[Entry]) -> str | None:
 
 def _read_decision(store: _Store, keys: Keys, own: Entry) -> list[Entry]:
     try:
-        entries = decision_from_json(keys.read("verdict", store.get("verdict")))
+        entries = decision_from_json(keys.read("decision", store.get("decision")))
     except Unsigned as error:
         if own.rank != 0 and store.has(["worker/0"]):
             _read_entry(store, keys, own, "worker/0")  # raises a better error if rank 0 has another secret
         raise RendezvousError(str(error)) from error
     if len(entries) != own.world_size or _misplaced(entries) or entries[own.rank] != own:
         raise RendezvousError(
-            "'verdict' in the store is from another start of the job, and lists other workers: somebody put it back."
+            "'decision' in the store is from another start of the job, and lists other workers: somebody put it back."
         )
     return entries
 
