@@ -18,7 +18,7 @@ def _shared() -> Iterator[Cluster]:
 
 @pytest.fixture
 def workers(_shared: Cluster) -> Iterator[Cluster]:
-    """Workers 0, 1 and 2, with nothing left of the tests before."""
+    """Workers 0, 1 and 2, without anything left from earlier tests."""
     yield _shared
     for rank in range(3):
         _shared.run(rank, no_contexts_left)

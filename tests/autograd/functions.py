@@ -1,4 +1,4 @@
-"""What the tests of autograd call on other workers."""
+"""Functions that the tests of autograd call on other workers."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def grad_of_parameter() -> torch.Tensor | None:
     return parameter.grad
 
 
-def through(way: list[str], x: torch.Tensor) -> torch.Tensor:
-    """Go from worker to worker, doubling on each."""
-    if not way:
+def double_along(path: list[str], x: torch.Tensor) -> torch.Tensor:
+    """Call worker after worker along the path, and double the tensor on each."""
+    if not path:
         return x * 2
-    return rpc.rpc_sync(way[0], through, args=(way[1:], x)) * 2  # type: ignore[no-any-return]
+    return rpc.rpc_sync(path[0], double_along, args=(path[1:], x)) * 2  # type: ignore[no-any-return]
 
 
 class Raising(torch.autograd.Function):
-    """Raises in its backward pass as long as ``error`` is there."""
+    """Raises in its backward pass while ``error`` is set."""
 
     error: str | None = "no gradient today"
 
@@ -80,7 +80,7 @@ def raising_later(x: torch.Tensor) -> torch.Tensor:
 
 
 class AtGate(torch.autograd.Function):
-    """Waits in its backward pass until its gate is opened, or dies."""
+    """Waits in its backward pass until its gate is opened; the gate ``death`` ends the process."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gate: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Backward passes: gradients, modes, and what the arguments may be."""
+"""Backward passes: gradients, modes and arguments."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from farprop.errors import RpcTimeoutError, UsageError
 from tests.autograd import functions as g
 from tests.support.workers import Cluster, cluster
 
-WAYS = [["worker1"], ["worker0"], ["worker1", "worker2", "worker0"], ["worker1", "worker0"] * 5]
+PATHS = [["worker1"], ["worker0"], ["worker1", "worker2", "worker0"], ["worker1", "worker0"] * 5]
 
 
-def _round_trip(way: list[str]) -> None:
+def _backward_along(path: list[str]) -> None:
     a = torch.rand(3, requires_grad=True)
     with autograd.context() as context_id:
-        loss = g.through(way, a).sum()
+        loss = g.double_along(path, a).sum()
         for _ in range(2):
             autograd.backward(context_id, [loss], retain_graph=True)
         gradients = autograd.get_gradients(context_id)
-    assert torch.equal(gradients[a], torch.full((3,), 2.0 * 2 ** (len(way) + 1)))
+    assert torch.equal(gradients[a], torch.full((3,), 2.0 * 2 ** (len(path) + 1)))
     assert a.grad is None
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(name[-1] for name in way))
-def test_round_trips(workers: Cluster, way: list[str]) -> None:
-    workers.run(0, _round_trip, way)
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: "-".join(name[-1] for name in path))
+def test_gradients_along_paths_of_workers(workers: Cluster, path: list[str]) -> None:
+    workers.run(0, _backward_along, path)
 
 
 def _unused(mode: str | None) -> list[int]:
     a, b = torch.rand(2, 2, requires_grad=True), torch.rand(2, 2, requires_grad=True)
     seen: list[int] = []
-    a.register_hook(lambda gradient: seen.append(1))  # so that the leaf has to wait for all of its gradient
+    a.register_hook(lambda gradient: seen.append(1))  # with a hook, the leaf has to wait for its whole gradient
     with autograd.context() as context_id:
         h = a * b
         rpc.rpc_sync("worker1", torch.add, args=(a, b))
@@ -48,16 +48,16 @@ def _unused(mode: str | None) -> list[int]:
     return seen
 
 
-def test_results_that_are_not_used(workers: Cluster) -> None:
+def test_smart_mode_does_not_wait_for_unused_results(workers: Cluster) -> None:
     assert workers.run(0, _unused, None) == [1]
 
 
-def test_fast_waits_for_all_until_the_deadline(workers: Cluster) -> None:
+def test_fast_mode_waits_for_unused_results_until_the_deadline(workers: Cluster) -> None:
     with pytest.raises(RpcTimeoutError, match="In FAST mode it waits for the gradients of every tensor"):
         workers.run(0, _unused, "fast")
 
 
-def _mode() -> tuple[str, str]:
+def _get_and_set_mode() -> tuple[str, str]:
     first = autograd.get_mode()
     autograd.set_mode("smart")
     with pytest.raises(UsageError, match="There is no mode 'quick'"):
@@ -65,9 +65,9 @@ def _mode() -> tuple[str, str]:
     return first, autograd.get_mode()
 
 
-def test_the_mode_of_a_process() -> None:
+def test_the_default_mode_of_a_process() -> None:
     with cluster(1, {"FARPROP_AUTOGRAD_MODE": "fast"}) as job:
-        assert job.run(0, _mode) == ("fast", "smart")
+        assert job.run(0, _get_and_set_mode) == ("fast", "smart")
 
 
 def _bad_arguments() -> None:
@@ -108,7 +108,7 @@ def _other_context() -> None:
         autograd.backward(context_id, [kept.sum()])
 
 
-def test_a_tensor_of_another_context(workers: Cluster) -> None:
+def test_a_tensor_of_another_context_is_an_error(workers: Cluster) -> None:
     workers.run(0, _other_context)
 
 
@@ -125,7 +125,7 @@ def _asynchronous(function: object) -> None:
 
 
 @pytest.mark.parametrize("function", [g.later, g.coroutine], ids=["async_execution", "coroutine"])
-def test_through_functions_that_wait(workers: Cluster, function: object) -> None:
+def test_backward_through_asynchronous_functions(workers: Cluster, function: object) -> None:
     workers.run(0, _asynchronous, function)
 
 
@@ -137,5 +137,5 @@ def _from_a_reference() -> None:
         assert torch.equal(autograd.get_gradients(context_id)[a], torch.full((2, 2), 3.0))
 
 
-def test_backward_of_a_reference_that_is_elsewhere(workers: Cluster) -> None:
+def test_backward_of_a_remote_reference(workers: Cluster) -> None:
     workers.run(0, _from_a_reference)

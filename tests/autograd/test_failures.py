@@ -1,4 +1,4 @@
-"""Passes that go wrong: everybody learns of it, and nothing is left of them."""
+"""Passes that fail: all workers learn of the failure, and nothing of the pass is left."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _raising() -> None:
         with pytest.raises(BackwardError, match="Error on Node 2: no gradient today") as raised:
             autograd.backward(context_id, [loss], retain_graph=True)
         assert any("in backward" in note for note in raised.value.__notes__)  # the remote traceback
-        # Nothing is left of it: not even the gradient that was computed before the error.
+        # Not even the gradient that was computed before the error is left.
         assert rpc.rpc_sync("worker2", g.gradient_of_parameter, args=(context_id,)) is None
         for worker in ("worker0", "worker1", "worker2"):
             assert rpc.rpc_sync(worker, g.info)["num_current_backward_passes"] == 0
@@ -37,11 +37,11 @@ def _raising() -> None:
         )
 
 
-def test_an_error_elsewhere(workers: Cluster) -> None:
+def test_an_error_on_another_worker_fails_the_pass(workers: Cluster) -> None:
     workers.run(0, _raising)
 
 
-def _own_error() -> None:
+def _local_error() -> None:
     a = torch.ones(2, requires_grad=True)
     g.set_error("mine")
     with autograd.context() as context_id:
@@ -50,8 +50,8 @@ def _own_error() -> None:
             autograd.backward(context_id, [g.Raising.apply(x).sum()])
 
 
-def test_an_error_in_the_callers_own_graph_is_itself(workers: Cluster) -> None:
-    workers.run(0, _own_error)
+def test_an_error_in_the_local_graph_is_raised_unchanged(workers: Cluster) -> None:
+    workers.run(0, _local_error)
 
 
 def _released_during_its_pass() -> None:
@@ -64,7 +64,7 @@ def _released_during_its_pass() -> None:
             autograd.backward(context_id, [y.sum()])
 
 
-def test_a_context_that_is_released_during_its_pass(workers: Cluster) -> None:
+def test_releasing_a_context_during_its_pass_fails_the_pass(workers: Cluster) -> None:
     workers.run(0, _released_during_its_pass)
 
 
@@ -84,7 +84,7 @@ def _backward_through_gate(gate: str, hops: int, timeout: float | None = None) -
 
 
 @pytest.mark.parametrize("hops", [1, 2])
-def test_a_worker_that_dies_during_a_pass(hops: int) -> None:
+def test_a_worker_that_dies_during_a_pass_fails_it(hops: int) -> None:
     with cluster(3) as job:
         kind, seconds = job.run(0, _backward_through_gate, "death", hops)
         assert kind == ConnectionLostError.__name__
@@ -94,7 +94,7 @@ def test_a_worker_that_dies_during_a_pass(hops: int) -> None:
             job.run(rank, g.no_contexts_left)
 
 
-def test_a_worker_that_stands_still(workers: Cluster) -> None:
+def test_a_pass_that_waits_for_a_stuck_worker_times_out(workers: Cluster) -> None:
     kind, seconds = workers.run(0, _backward_through_gate, "stillness", 2, 0.3)
     assert kind == RpcTimeoutError.__name__
     assert seconds >= 0.3
@@ -108,8 +108,8 @@ def _keep_a_context() -> int:
 
 
 @pytest.mark.parametrize("dead", [0, 1])
-def test_contexts_end_when_the_workers_that_know_them_do(dead: int) -> None:
-    """The maker's death ends its contexts everywhere; that of the one in the middle leaves clean-up to the maker."""
+def test_contexts_end_when_a_worker_that_knows_them_dies(dead: int) -> None:
+    """If the creator of a context dies, all workers end it. If a worker in between dies, the creator cleans up."""
     with cluster(3) as job:
         context_id = job.run(0, _keep_a_context)
         assert job.run(2, g.context_exists, context_id)
@@ -124,7 +124,7 @@ def _is_stuck_at(gate: str) -> bool:
     return g.was_reached(gate)
 
 
-def test_the_origin_dies_during_its_pass() -> None:
+def test_contexts_end_when_the_origin_dies_during_its_pass() -> None:
     with cluster(3) as job:
         stuck: Any = job.start(0, _backward_through_gate, "orphan", 2)
         wait_until(lambda: job.run(2, _is_stuck_at, "orphan"))

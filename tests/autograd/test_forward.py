@@ -1,4 +1,4 @@
-"""What a forward pass leaves behind: nodes, contexts, and who knows them."""
+"""What a forward pass records: nodes, contexts, and which workers know a context."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.references.looking import wait_until
 from tests.support.workers import Cluster
 
 
-def _nodes() -> None:
+def _send_and_receive_nodes() -> None:
     a, b, plain = torch.rand(2, requires_grad=True), torch.rand(2, requires_grad=True) * 2, torch.rand(2)
     with autograd.context() as context_id:
         result = rpc.rpc_sync("worker1", torch.stack, args=([a, plain, b],))
         context = autograd._current_context()
         assert context._context_id() == context_id
-        ((pair, send),) = context._send_functions().items()
+        ((message_id, send),) = context._send_functions().items()
         ((_, receive),) = context._recv_functions().items()
-        assert pair >> 48 == 0
+        assert message_id >> 48 == 0
         assert send.name() == "torch::distributed::autograd::SendRpcBackward"
         assert send.next_functions[0][0].variable is a  # the tensor without grad has no edge
         assert send.next_functions[1] == (b.grad_fn, 0)
@@ -36,11 +36,11 @@ def _nodes() -> None:
             result.sum().backward()
 
 
-def test_nodes_can_be_looked_at(workers: Cluster) -> None:
-    workers.run(0, _nodes)
+def test_a_call_makes_a_send_and_a_receive_node(workers: Cluster) -> None:
+    workers.run(0, _send_and_receive_nodes)
 
 
-def _no_pair() -> None:
+def _no_send_node() -> None:
     with autograd.context() as context_id:
         rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
         with torch.no_grad():
@@ -53,11 +53,11 @@ def _no_pair() -> None:
     assert rpc.rpc_sync("worker1", torch.neg, args=(torch.ones(2, requires_grad=True),)).is_leaf
 
 
-def test_no_pair_without_grad_and_none_outside_of_a_context(workers: Cluster) -> None:
-    workers.run(0, _no_pair)
+def test_no_send_node_without_grad_or_outside_a_context(workers: Cluster) -> None:
+    workers.run(0, _no_send_node)
 
 
-def _everywhere(kind: str) -> None:
+def _context_in_calls(kind: str) -> None:
     with autograd.context() as context_id:
         if kind == "async":
             assert rpc.rpc_async("worker1", g.current_context_id).wait() == context_id
@@ -70,12 +70,12 @@ def _everywhere(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["async", "remote", "nested"])
-def test_the_context_follows_calls(workers: Cluster, kind: str) -> None:
-    workers.run(0, _everywhere, kind)
+def test_called_functions_run_in_the_callers_context(workers: Cluster, kind: str) -> None:
+    workers.run(0, _context_in_calls, kind)
 
 
-def _late() -> None:
-    """A call that comes after its context has ended runs without it, and does not bring it back."""
+def _call_after_the_context() -> None:
+    """A call that arrives after its context has ended runs without it, and does not revive it."""
     with autograd.context() as context_id:
         rpc.rpc_sync("worker1", torch.neg, args=(torch.ones(2),))
         late = autograd._current_context()
@@ -92,8 +92,8 @@ def _late() -> None:
     assert not rpc.rpc_sync("worker1", g.context_exists, args=(context_id,))
 
 
-def test_a_late_call_does_not_bring_a_context_back(workers: Cluster) -> None:
-    workers.run(0, _late)
+def test_a_late_call_does_not_revive_its_context(workers: Cluster) -> None:
+    workers.run(0, _call_after_the_context)
 
 
 def _threads() -> None:

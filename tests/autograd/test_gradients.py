@@ -1,4 +1,4 @@
-"""Gradients and hooks in small programs: what the random ones of the oracle have found, one at a time."""
+"""Gradients and hooks in small programs, one for each bug that the oracle's random programs have found."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def _sum(*tensors: torch.Tensor) -> torch.Tensor:
 def _empty_tensors() -> None:
     leaf = torch.ones(2, 3, requires_grad=True)
     with dist_autograd.context() as context_id:
-        came = rpc.rpc_sync("worker1", _first, args=(leaf[:0],))
-        assert came.shape == (0, 3)
-        assert came.grad_fn is not None
-        dist_autograd.backward(context_id, [came.sum() + leaf.sum()])
+        result = rpc.rpc_sync("worker1", _first, args=(leaf[:0],))
+        assert result.shape == (0, 3)
+        assert result.grad_fn is not None
+        dist_autograd.backward(context_id, [result.sum() + leaf.sum()])
         assert torch.equal(dist_autograd.get_gradients(context_id)[leaf], torch.ones(2, 3))
 
 
 def _view_made_with_grad_off() -> None:
-    """Torch says that it requires grad, but it leads nowhere."""
+    """Torch says that the view requires grad, but its graph leads to no leaf."""
     leaf, other = torch.ones(2, 2, requires_grad=True), torch.ones(3, requires_grad=True)
     with torch.no_grad():
         view = leaf.narrow(1, 0, 1)
@@ -48,17 +48,17 @@ def _hooks_of_a_receive() -> None:
     leaf = torch.ones(3, requires_grad=True)
     ran: list[str] = []
 
-    def in_front(gradients: Any) -> Any:
+    def prehook(gradients: Any) -> Any:
         ran.append("in front")
         return tuple(gradient * 3 for gradient in gradients)
 
     with dist_autograd.context() as context_id:
-        came = rpc.rpc_sync("worker1", _first, args=(leaf,))
-        assert came.grad_fn is not None
-        came.register_hook(lambda gradient: ran.append("tensor"))
-        came.grad_fn.register_prehook(in_front)
-        came.grad_fn.register_hook(lambda outputs, gradients: ran.append(f"behind {outputs} {gradients[0].tolist()}"))
-        dist_autograd.backward(context_id, [came.sum()])
+        result = rpc.rpc_sync("worker1", _first, args=(leaf,))
+        assert result.grad_fn is not None
+        result.register_hook(lambda gradient: ran.append("tensor"))
+        result.grad_fn.register_prehook(prehook)
+        result.grad_fn.register_hook(lambda outputs, gradients: ran.append(f"behind {outputs} {gradients[0].tolist()}"))
+        dist_autograd.backward(context_id, [result.sum()])
         assert torch.equal(dist_autograd.get_gradients(context_id)[leaf], torch.full((3,), 6.0))
     assert ran == ["tensor", "in front", "behind (None,) [3.0, 3.0, 3.0]"]
 
@@ -85,16 +85,16 @@ def _hooks_of_a_leaf() -> None:
     assert [name for name, _ in expected] == ["tensor", "before", "accumulated", "after"]
 
 
-def _calls_itself_twice() -> torch.Tensor:
-    me = rpc.get_worker_info()
+def _call_own_worker_twice() -> torch.Tensor:
+    own_info = rpc.get_worker_info()
     one, two = (torch.ones(2, requires_grad=True) for _ in range(2))
-    return rpc.rpc_sync(me, _sum, args=(one,)) + rpc.rpc_sync(me, _sum, args=(two,))  # type: ignore[no-any-return]
+    return rpc.rpc_sync(own_info, _sum, args=(one,)) + rpc.rpc_sync(own_info, _sum, args=(two,))  # type: ignore[no-any-return]
 
 
 def _two_branches_end_on_one_worker() -> None:
-    """Each gives its share of the credit back, in one answer."""
+    """Each branch returns its share of the credit, both in one answer."""
     with dist_autograd.context() as context_id:
-        loss = rpc.rpc_sync("worker1", _calls_itself_twice)
+        loss = rpc.rpc_sync("worker1", _call_own_worker_twice)
         dist_autograd.backward(context_id, [loss], timeout=10)
 
 
@@ -108,12 +108,12 @@ def _two_branches_end_on_one_worker() -> None:
         _two_branches_end_on_one_worker,
     ],
 )
-def test_on_workers(workers: Cluster, body: Any) -> None:
+def test_gradients_of_small_programs(workers: Cluster, body: Any) -> None:
     workers.run(0, body)
 
 
-def test_the_edges_of_a_send_are_the_same_for_every_thread() -> None:
-    """Two messages of a pass may come at the same moment, and both want to know."""
+def test_all_threads_see_the_same_edges_of_a_send() -> None:
+    """Two messages of a pass may arrive at the same time, and both look up the edges."""
     for _ in range(100):
         send = SendRpcBackward([torch.ones(1, requires_grad=True) for _ in range(20)])
         gate, found = threading.Barrier(3), []

@@ -1,11 +1,11 @@
-"""Random programs on workers against the same in one process. ``python -m tests.autograd.oracle`` runs more."""
+"""Random programs on workers, compared with one process. ``python -m tests.autograd.oracle`` runs more."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.autograd.oracle.__main__ import replay_line
-from tests.autograd.oracle.driver import WORLD, Report, all_gone, run_seeds
+from tests.autograd.oracle.driver import WORLD, Report, run_seeds, wait_until_all_empty
 from tests.autograd.oracle.generator import generate
 from tests.support.workers import cluster
 
@@ -13,12 +13,12 @@ _PROGRAMS = 100
 
 
 @pytest.mark.one_transport
-def test_programs() -> None:
+def test_random_programs_agree_with_one_process() -> None:
     total = Report()
     with cluster(WORLD, options={"rpc_timeout": 20}) as job:
         for report in run_seeds(job, range(_PROGRAMS)):
             total.add(report)
-        all_gone(job)
+        wait_until_all_empty(job)
     lines = [f"{problem}\nreplay: {replay_line(seed, 'auto')}" for seed, problem in total.failures.items()]
     assert not lines, "\n".join(lines)
     assert total.programs == _PROGRAMS

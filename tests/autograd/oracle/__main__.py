@@ -1,4 +1,4 @@
-"""``python -m tests.autograd.oracle``: random programs on workers against the same in one process."""
+"""``python -m tests.autograd.oracle``: random programs on workers, compared with one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 
-from tests.autograd.oracle.driver import WORLD, Report, all_gone, check_program, run_seeds
+from tests.autograd.oracle.driver import WORLD, Report, check_program, run_seeds, wait_until_all_empty
 from tests.autograd.oracle.generator import generate
 from tests.autograd.oracle.program import text
 from tests.autograd.oracle.shrink import shrunk
@@ -19,7 +19,7 @@ _SHOWN = 10
 
 
 def main() -> int:
-    # Workers look for files that they left behind: those of other jobs on the machine must be elsewhere.
+    # Workers check that they left no files behind, so other jobs on the machine must use another directory.
     private = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="oracle-")
     os.environ.pop("XDG_RUNTIME_DIR", None)
     try:
@@ -43,7 +43,7 @@ def _main(options: argparse.Namespace) -> int:
                     if len(total.failures) < _SHOWN:
                         print(f"{failure}\nreplay: {replay_line(seed, transport)}", flush=True)
                 total.add(report)
-            all_gone(job)
+            wait_until_all_empty(job)
     _print(total, time.monotonic() - started, options.coverage)
     return 1 if total.failures else 0
 

@@ -1,4 +1,4 @@
-"""Making one block: what a worker does in a call, and the calls that it makes in turn."""
+"""Makes one block: the steps of a worker in a call, and the blocks of the calls that it makes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.autograd.oracle.program import Block, Leaf, Step
 
 Tensor = torch.Tensor
 _LARGEST = {True: 40.0, False: 10.0}  # by is_exact: numbers stay small, so that sums stay exact
-_WITH_NONE = ("silent", "picky")  # such programs can be compared less strictly
+_WITH_NONE = ("silent", "picky")  # programs with these are compared less strictly
 _PACKINGS = ("plain", "plain", "plain", "list", "dict", "names", "closure")
 
 
@@ -45,7 +45,7 @@ class Plan:
 
 
 class BlockMaker:
-    """Values that came in a message may be changed in place, unless they share memory with others of it."""
+    """Makes a block. It may change the values of a message in place, unless they share memory with each other."""
 
     def __init__(self, plan: Plan, worker: int, values: list[Any], depth: int, frozen: Iterable[int] = ()) -> None:
         self.plan = plan
@@ -56,12 +56,12 @@ class BlockMaker:
         self._steps: list[Step] = []
         self._used: set[int] = set()
         self._frozen = set(frozen)
-        self._shared = set(frozen)  # what may share memory with something else on a worker, though it does not here
-        self._handles: dict[int, set[int]] = {}  # of calls that nobody waited for, with those of their values to freeze
+        self._shared = set(frozen)  # may share memory on a worker, though not in one process
+        self._handles: dict[int, set[int]] = {}  # calls without a wait, and which of their values to freeze
         self._received = set(range(self._inputs))
         self._taken: set[int] = set()  # references whose values were taken here
 
-    # What is there
+    # The values
 
     def tensors(self) -> dict[int, Tensor]:
         return {r: v for r, v in self.registers.items() if isinstance(v, Tensor)}
@@ -75,7 +75,7 @@ class BlockMaker:
     def block(self, outputs: list[int]) -> Block:
         return Block(self._inputs, tuple(self._steps), tuple(outputs))
 
-    # Filling it
+    # Adding steps
 
     def fill(self) -> None:
         rng, plan = self.plan.rng, self.plan
@@ -100,14 +100,14 @@ class BlockMaker:
                 self._op()
             if rng.random() < plan.hook_rate:
                 self._hook()
-        for handle in list(self._handles):  # a call that nobody waits for would run into the passes
+        for handle in list(self._handles):  # without a wait, the call could overlap with the passes
             self._wait(handle)
         for reference in self._references():
-            if plan.is_tidy and reference not in self._taken:  # others may have got it, and not used it
+            if plan.is_tidy and reference not in self._taken:  # other blocks may have it without using it
                 self._use_reference(reference)
 
     def _step(self, kind: str, reads: tuple[int, ...], more: Any) -> list[int]:
-        """Take a step, here and in the program."""
+        """Add a step to the program, and run it here."""
         values = self.plan.interpreters[self.worker].step(kind, [self.registers[r] for r in reads], more)
         return self._record(kind, reads, more, values)
 
@@ -124,7 +124,7 @@ class BlockMaker:
         if not mine or rng.random() < 0.4:
             shape: tuple[int, ...] = rng.choice([(2, 3), (3, 2), (3, 3), (3,), (), (2, 2), (1, 3), (2, 1, 3)])
             if plan.has_big and rng.random() < 0.3:
-                shape = (70, 70)  # too large to travel inside of a message's head
+                shape = (70, 70)  # too large for a message's head
             kind = rng.choice(("tensor", "tensor", "parameter", "turned", "single"))
             count = rng.choice((1, 1, 2, 4)) if rng.random() < plan.hook_rate else 0
             hooks = tuple(plan.hook(ON_LEAVES) for _ in range(count))
@@ -149,12 +149,12 @@ class BlockMaker:
             try:
                 results = self._step("op", reads, (name, parameters))
             except RuntimeError:
-                continue  # torch allows no change in place of some views, and no use of them after one
+                continue  # torch refuses changes in place of some views, and their use after one
             self._freeze_aliases(results)
             return
 
     def _is_sound(self, name: str, reads: tuple[int, ...], parameters: tuple[Any, ...]) -> bool:
-        """Whether it gives numbers of a reasonable size, and changes only what may be changed."""
+        """Whether the results are of reasonable size, and only tensors that may be changed are changed."""
         limit = _LARGEST[self.plan.is_exact]
         if name in IN_PLACE:
             x = self.registers[reads[0]]
@@ -181,7 +181,7 @@ class BlockMaker:
         if not candidates:
             return
         register = self.plan.rng.choice(candidates)
-        # By the tensor, because some operators give back what they get, such as flatten().
+        # By the tensor, because some operators return their argument, such as flatten().
         is_received = any(self.registers[r] is self.registers[register] for r in self._received)
         hook = self.plan.hook(ON_RECEIVED if is_received else ON_RESULTS)
         self._steps.append(("hook", (), (register,), hook))
@@ -217,7 +217,7 @@ class BlockMaker:
         results = [inner.registers[r] for r in outputs]
         more = (worker, number, rng.choice(_PACKINGS))
         if kind == "remote":
-            self._freeze(reads)  # it may run while we go on
+            self._freeze(reads)  # the call may run concurrently
             (reference,) = self._record(kind, reads, more, [LocalReference(worker, results)])
             return reference
         copies = plan.interpreters[self.worker].copied(results)
@@ -237,7 +237,7 @@ class BlockMaker:
     def _some(self, count: int) -> tuple[int, ...]:
         rng = self.plan.rng
         pool = [r for r in self.registers if not isinstance(self.registers[r], list)]
-        # What nobody has used yet first, so that long chains come to be.
+        # Prefers unused values, so that chains get long.
         unused = [r for r in pool if r not in self._used] if rng.random() < 0.7 else []
         return tuple(rng.choice(unused or pool) for _ in range(count))
 
@@ -265,7 +265,7 @@ class BlockMaker:
             self._step("wrap", reads, None)
 
     def _off(self) -> None:
-        """A part with grad off."""
+        """Add a block that runs here with grad off."""
         reads = self._some(self.plan.rng.randint(1, 3))
         inner = BlockMaker(self.plan, self.worker, [self.registers[r] for r in reads], self._depth, range(len(reads)))
         number = len(self.plan.blocks)
@@ -278,7 +278,7 @@ class BlockMaker:
         self._shared.update(sets)
         self._freeze(sets)
 
-    # What comes out
+    # Results
 
     def results(self, to_scalar: bool = False) -> list[int]:
         rng = self.plan.rng
@@ -312,7 +312,7 @@ class BlockMaker:
         return found
 
     def _tied(self) -> int | None:
-        """One scalar that everything here which has a graph leads to."""
+        """A scalar that depends on all values with a graph."""
         total: int | None = None
         for register in self._differentiable():
             if register in self._used or (not self.plan.is_tidy and self.plan.rng.random() < 0.3):
@@ -329,7 +329,7 @@ def storage_ptr(tensor: Any) -> int:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether each element has memory of its own."""
+    """Whether no two elements share memory."""
     return tensor.numel() > 0 and not any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 

@@ -1,7 +1,7 @@
 """Which operators can be applied to which tensors: for each name, a function that finds inputs and parameters.
 
-It gets the random numbers and the tensors to choose from, by register, and gives (registers, parameters), or None if
-it finds nothing fitting.
+It gets a random generator and the tensors to choose from, by register. It returns (registers, parameters), or None if
+no tensor fits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Chooser = Callable[[random.Random, Mapping[int, Tensor]], Choice]
 
 def _pick(rng: random.Random, tensors: Mapping[int, Tensor], fits: Callable[[Tensor], bool]) -> int | None:
     fitting = [register for register, tensor in tensors.items() if fits(tensor)]
-    # Later ones more often, so that graphs get deep.
+    # Prefers later tensors, so that graphs get deep.
     return None if not fitting else fitting[max(rng.randrange(len(fitting)), rng.randrange(len(fitting)))]
 
 

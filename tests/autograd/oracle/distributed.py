@@ -1,4 +1,4 @@
-"""A program on real workers, with farprop's backward passes. What is here runs in the workers."""
+"""A program on real workers, with farprop's backward passes. These functions run in the workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import farprop.autograd as dist_autograd
 import farprop.rpc as rpc
 from farprop.errors import UsageError
-from tests.autograd.oracle.interpreter import Interpreter, bare, unbare
+from tests.autograd.oracle.interpreter import Interpreter, as_list, as_result
 from tests.autograd.oracle.outcome import Outcome
 from tests.autograd.oracle.program import Program
 
@@ -21,7 +21,7 @@ _interpreters: dict[str, WorkerInterpreter] = {}
 
 
 class WorkerInterpreter(Interpreter):
-    """This worker. Rank 0 of a program is the worker that runs it, and the others follow."""
+    """This worker. Rank 0 of a program is the worker that runs it; the others have the ranks after it."""
 
     def __init__(self, program: Program, rank: int, key: str, names: tuple[str, ...]) -> None:
         super().__init__(program, rank)
@@ -32,13 +32,13 @@ class WorkerInterpreter(Interpreter):
         self._old: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what .grad was, and a copy
 
     def call(self, worker: int, block: int, packing: str, values: list[Any]) -> list[Any]:
-        return unbare(self._call(rpc.rpc_sync, worker, block, packing, values))
+        return as_list(self._call(rpc.rpc_sync, worker, block, packing, values))
 
     def start(self, worker: int, block: int, packing: str, values: list[Any]) -> Any:
         return self._call(rpc.rpc_async, worker, block, packing, values)
 
     def wait(self, handle: Any) -> list[Any]:
-        return unbare(handle.wait())
+        return as_list(handle.wait())
 
     def remote(self, worker: int, block: int, packing: str, values: list[Any]) -> Any:
         reference = self._call(rpc.remote, worker, block, packing, values)
@@ -46,20 +46,20 @@ class WorkerInterpreter(Interpreter):
         return reference
 
     def settle(self) -> int:
-        """Wait for the calls of this worker that nobody waits for; how many there were."""
+        """Wait for this worker's calls that the program does not wait for; return their number."""
         created, self._created = self._created, []
         for future in created:
             future.wait()
         return len(created)
 
     def here(self, reference: Any) -> list[Any]:
-        return unbare(reference.to_here())
+        return as_list(reference.to_here())
 
     def owned(self, reference: Any) -> list[Any]:
-        return unbare(reference.local_value())
+        return as_list(reference.local_value())
 
     def wrap(self, values: list[Any]) -> Any:
-        return rpc.RRef(bare(values))
+        return rpc.RRef(as_result(values))
 
     def leaf(self, number: int) -> torch.Tensor:
         leaf = super().leaf(number)
@@ -70,7 +70,7 @@ class WorkerInterpreter(Interpreter):
         return leaf
 
     def _call(self, how: Callable[..., Any], worker: int, block: int, packing: str, values: list[Any]) -> Any:
-        """Make a call, with the values somewhere in its arguments."""
+        """Make a call; ``packing`` says where in its arguments the values are."""
         key, to = self._key, self._names[worker]
         if packing == "list":
             return how(to, _run, args=(key, block, values))
@@ -83,12 +83,12 @@ class WorkerInterpreter(Interpreter):
         return how(to, _run, args=(key, block, *values))
 
     def outcome(self, context_id: int) -> Outcome:
-        """What is here after the passes."""
+        """This worker's part of the outcome, after the passes."""
         found = Outcome(log=self.log, retained={number: tensor.grad for number, tensor in self.kept if number >= 0})
         try:
             gradients = dist_autograd.get_gradients(context_id)
         except UsageError:
-            gradients = {}  # the program never came here
+            gradients = {}  # the program did not use this worker
         numbers = {leaf: number for number, leaf in self.leaves.items()}
         storages: set[int] = set()
         for leaf, gradient in gradients.items():
@@ -98,7 +98,7 @@ class WorkerInterpreter(Interpreter):
             found.gradients[numbers[leaf]] = gradient
             if gradient.requires_grad:
                 found.problems.append(f"the gradient of leaf {numbers[leaf]} requires grad")
-            if gradient.layout is torch.strided and gradient.numel() > 1:  # of one element, torch's own do share
+            if gradient.layout is torch.strided and gradient.numel() > 1:  # torch, too, shares single elements
                 if gradient.untyped_storage().data_ptr() in storages:
                     found.problems.append(f"the gradient of leaf {numbers[leaf]} shares memory with another")
                 storages.add(gradient.untyped_storage().data_ptr())
@@ -111,11 +111,11 @@ class WorkerInterpreter(Interpreter):
 
 def _run(key: str, block: int, *values: Any, **named: Any) -> Any:
     if named or (len(values) == 1 and isinstance(values[0], list | dict)):
-        values = tuple(unbare(named or values[0]))
+        values = tuple(as_list(named or values[0]))
     results = _interpreters[key].run(block, values)
     if len(results) > 1 and block % 3 == 0:
         return {f"v{i:02}": result for i, result in enumerate(results)}
-    return bare(results) if block % 3 == 1 or len(results) == 1 else tuple(results)
+    return as_result(results) if block % 3 == 1 or len(results) == 1 else tuple(results)
 
 
 def _begin(key: str, data: bytes, rank: int, names: tuple[str, ...]) -> None:

@@ -43,7 +43,7 @@ class Report:
 
 
 def check_seeds(seeds: Sequence[int]) -> Report:
-    """Make these programs and run them from this worker."""
+    """Generate the programs of these seeds, and run them from this worker."""
     report = Report()
     for seed in seeds:
         program, expected = generate(seed)
@@ -58,7 +58,7 @@ def check_seeds(seeds: Sequence[int]) -> Report:
 
 
 def check_program(program: Program) -> str | None:
-    """What is wrong with it, or nothing; None if it is no program for torch."""
+    """The differences as text, empty if there are none; None if torch refuses the program."""
     try:
         expected = run_locally(program)
     except (RuntimeError, KeyError, ValueError, IndexError, AttributeError, TypeError):
@@ -75,7 +75,7 @@ def _check(program: Program, expected: object) -> str:
 
 
 def kinds_in(program: Program) -> Counter[str]:
-    """What the program is made of."""
+    """Count the kinds of steps, passes and hooks in a program."""
     kinds = Counter({f"mode {program.mode}": 1, f"{program.workers} workers": 1, "exact": int(program.exact)})
     for one in program.passes:
         kinds[f"pass {one.where}"] += 1
@@ -87,7 +87,7 @@ def kinds_in(program: Program) -> Counter[str]:
     return kinds
 
 
-def nothing_left() -> None:
+def wait_until_empty() -> None:
     """Wait until this worker has neither contexts nor references."""
     from farprop.runtime.agent_registry import current_agent
 
@@ -95,11 +95,11 @@ def nothing_left() -> None:
     become_empty()
 
 
-# Where the job is driven
+# In the process that drives the job
 
 
 def run_seeds(job: Cluster, seeds: Sequence[int], at_once: int = WORLD, seconds: float = 0) -> Iterator[Report]:
-    """Run them, from ``at_once`` workers at the same time; a report for each few. Stops after ``seconds``, if given."""
+    """Run the programs from ``at_once`` workers at a time; yield a report for each batch. Stop after ``seconds``."""
     end = time.monotonic() + seconds
     chunks = [seeds[i : i + _CHUNK] for i in range(0, len(seeds), _CHUNK)]
     for first in range(0, len(chunks), at_once):
@@ -110,6 +110,6 @@ def run_seeds(job: Cluster, seeds: Sequence[int], at_once: int = WORLD, seconds:
             yield one.result()
 
 
-def all_gone(job: Cluster) -> None:
+def wait_until_all_empty(job: Cluster) -> None:
     for rank in range(WORLD):
-        job.run(rank, nothing_left)
+        job.run(rank, wait_until_empty)

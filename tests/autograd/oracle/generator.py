@@ -1,4 +1,4 @@
-"""From a seed to a program. It is run as it is made, in one process, so what is chosen next fits what is there."""
+"""Makes a program from a seed. It runs each step in one process at once, so that the next step can use the results."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.autograd.oracle.program import Block, Pass, Program
 
 
 class _Unfit(Exception):
-    """This try led to nothing that has a gradient."""
+    """This attempt made nothing that has a gradient."""
 
 
 def generate(seed: int) -> tuple[Program, Outcome]:
-    """The program of a seed, and what it should lead to."""
+    """The program of a seed, and its expected outcome."""
     rng = random.Random(seed)
     while True:
         try:
@@ -26,7 +26,7 @@ def generate(seed: int) -> tuple[Program, Outcome]:
         except _Unfit:
             continue
         except RuntimeError:
-            continue  # torch refuses it: say, something was changed in place that a backward function needs
+            continue  # torch refuses it, for example because of a change in place
 
 
 def _try(seed: int, rng: random.Random) -> Program:
@@ -65,6 +65,6 @@ def _passes(rng: random.Random, roots: list[torch.Tensor | LocalReference], is_t
         away = [r for r in chosen if isinstance(roots[r], LocalReference)]
         if away:  # such a pass has one root
             chosen = away[:1]
-        # Torch frees what it has passed, so only the last pass may; the last may keep the graph as well.
+        # A pass frees its graph, so all but the last must retain it; the last may retain it, too.
         passes.append(Pass(tuple(chosen), number < count - 1 or rng.random() < 0.2, "owner" if away else "here"))
     return tuple(passes)

@@ -1,4 +1,4 @@
-"""Runs the blocks of a program on one worker, real or simulated, and puts its hooks on tensors."""
+"""Runs the blocks of a program on one worker, real or simulated, and registers its hooks on tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Interpreter:
         self._hooked = hooked
         self._lock = threading.Lock()
 
-    # How calls are made. Values are tensors and references; a block that returns one value returns it bare.
+    # How calls are made. Values are tensors and references.
 
     def call(self, worker: int, block: int, packing: str, values: list[Any]) -> list[Any]:
         raise NotImplementedError
@@ -50,10 +50,10 @@ class Interpreter:
     def wrap(self, values: list[Any]) -> Any:
         raise NotImplementedError
 
-    # The same everywhere
+    # Shared by all subclasses
 
     def leaf(self, number: int) -> Tensor:
-        with self._lock:  # calls that run at the same time may want it
+        with self._lock:  # concurrent calls may use it
             if number not in self.leaves:
                 leaf = self.program.leaves[number]
                 made = make_leaf(leaf, self.program, number)
@@ -119,12 +119,12 @@ def make_leaf(leaf: Leaf, program: Program, number: int) -> Tensor:
     return torch.nn.Parameter(value) if leaf.kind == "parameter" else value.requires_grad_()
 
 
-def bare(values: list[Any]) -> Any:
-    """What a function returns."""
+def as_result(values: list[Any]) -> Any:
+    """The return value of a function with these results: a single one is returned without a list."""
     return values[0] if len(values) == 1 else values
 
 
-def unbare(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return [value[key] for key in sorted(value)]
     return list(value) if isinstance(value, list | tuple) else [value]
@@ -133,7 +133,7 @@ def unbare(value: Any) -> list[Any]:
 # A factor of 0 means that the hook leaves the gradient as it is.
 ON_LEAVES = ("tensor", "before", "after", "accumulated")
 ON_RESULTS = ("tensor", "before", "after", "retain")
-ON_RECEIVED = ("received", "retain")  # the node of a message is another one in one process
+ON_RECEIVED = ("received", "retain")  # in one process these are different nodes
 
 _RAMP = torch.arange(1, 5000, dtype=torch.float64)
 
@@ -147,7 +147,7 @@ class Call(NamedTuple):
 
 
 def print_of(gradient: Tensor | None) -> float | None:
-    """One number that another gradient hardly has."""
+    """A number that is different for different gradients, almost certainly."""
     if gradient is None:
         return None
     with torch.no_grad():
@@ -159,7 +159,7 @@ def print_of(gradient: Tensor | None) -> float | None:
 
 
 def register(tensor: Tensor, kind: str, number: int, factor: int, log: list[Call], kept: list[Any]) -> None:
-    """Put a hook on a tensor, or on the node in front of it."""
+    """Register a hook on a tensor, or on its node."""
 
     def note(*gradients: Tensor | None) -> None:
         log.append(Call(number, tuple(map(print_of, gradients)), torch.is_grad_enabled()))
@@ -172,12 +172,12 @@ def register(tensor: Tensor, kind: str, number: int, factor: int, log: list[Call
         note(gradient)
         return gradient * factor if factor and gradient is not None else None
 
-    # Torch crashes if it finds out while it registers a hook that what this is a view of was changed in place.
+    # Torch crashes if, while it registers a hook on a view, it finds that the base was changed in place.
     _ = tensor.grad_fn
     if kind == "tensor":
         tensor.register_hook(on_tensor)
     elif kind == "received":
-        # Of a message of several tensors, the hooks of those that are not used see None if another is used.
+        # If only some tensors of a message are used, the hooks of the others see None.
         tensor.register_hook(lambda gradient: None if gradient is None else on_tensor(gradient))
     elif kind == "accumulated":
         tensor.register_post_accumulate_grad_hook(lambda _: note())
@@ -186,7 +186,7 @@ def register(tensor: Tensor, kind: str, number: int, factor: int, log: list[Call
         kept.append((number, tensor))
     else:
         node = torch.autograd.graph.get_gradient_edge(tensor).node
-        kept.append((-1, node))  # nobody else holds the node of a leaf all the time
+        kept.append((-1, node))  # keeps the node of a leaf alive
         if kind == "before":
             node.register_prehook(scaled)
         else:
@@ -195,7 +195,7 @@ def register(tensor: Tensor, kind: str, number: int, factor: int, log: list[Call
 
 def _after(scaled: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
     def hook(results: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]) -> Any:
-        if not results:  # of a leaf
+        if not results:  # a leaf's node has no results
             return note(*gradients)
         return scaled(results)
 

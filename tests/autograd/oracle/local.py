@@ -20,7 +20,7 @@ class LocalReference:
 
 
 class LocalInterpreter(Interpreter):
-    """Stands for a worker. A message is a copy of each of its values, and callees don't see their callers' modes."""
+    """A simulated worker. A message copies its values, and callees don't see their callers' modes."""
 
     interpreters: list[LocalInterpreter]
 
@@ -52,7 +52,7 @@ class LocalInterpreter(Interpreter):
             return self.interpreters[worker].run(block, copies)
 
     def copied(self, values: list[Any], as_sent: bool = False) -> list[Any]:
-        """As the other end gets them. Where grad is off, what is sent may still be a leaf there."""
+        """The values as the receiver gets them. With grad off, a sent tensor may still be a leaf at the receiver."""
         copies: dict[int, Any] = {}
         for value in values:
             if not isinstance(value, Tensor):
@@ -79,7 +79,7 @@ def run_locally(program: Program) -> Outcome:
     roots = [result.values[0] if isinstance(result, LocalReference) else result for result in results]
     for one in program.passes:
         torch.autograd.backward([roots[r] for r in one.roots], retain_graph=one.keep)
-        # Torch lets .grad of two leaves share memory, and the next pass would then add to both of them twice.
+        # Torch may let .grad of two leaves share memory; the next pass would then add to both twice.
         for leaf in (leaf for interpreter in interpreters for leaf in interpreter.leaves.values()):
             leaf.grad = None if leaf.grad is None else leaf.grad.clone()
     outcome = Outcome()

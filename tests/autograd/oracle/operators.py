@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 
 class Scaled(torch.autograd.Function):
-    """Saves tensors, and has a parameter that is none."""
+    """Saves tensors, and has an argument that is not a tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, factor: int) -> Tensor:
@@ -44,7 +44,7 @@ class Two(torch.autograd.Function):
 
 
 class Picky(torch.autograd.Function):
-    """Two outputs and two inputs; what was not used gets None, and so does what comes of it."""
+    """Two outputs and two inputs. An unused output gets None as its gradient, and passes None on."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,7 @@ class Picky(torch.autograd.Function):
 
 
 class Silent(torch.autograd.Function):
-    """Never gives its second input a gradient."""
+    """Its second input never gets a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class Silent(torch.autograd.Function):
 
 
 class Same(torch.autograd.Function):
-    """Gives one and the same tensor to both inputs."""
+    """Returns the same tensor as the gradient of both inputs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class Same(torch.autograd.Function):
 
 
 class Dirty(torch.autograd.Function):
-    """Changes its input."""
+    """Changes its input in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class Dirty(torch.autograd.Function):
 
 
 class Half(torch.autograd.Function):
-    """One output can't be differentiated."""
+    """One of two outputs is not differentiable."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,7 @@ def _bag(weight: Tensor, rows: list[int], starts: list[int], is_sparse: bool) ->
 
 
 def _zero_part(x: Tensor, dim: int) -> Tensor:
-    """Writes to a view, which changes the graph of what it is a view of."""
+    """Writes to a view, which changes the graph of its base."""
     x.narrow(dim, 0, 1).mul_(0)
     return x
 
@@ -139,7 +139,7 @@ def _write_part(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _packed(x: Tensor, y: Tensor) -> Tensor:
-    """What is saved for the backward pass is kept in another form, as torch's checkpoints do."""
+    """Packs saved tensors with hooks, as torch's checkpoints do."""
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (t * 2, t.shape), lambda kept: kept[0] / 2):
         return x * y + y
 

@@ -1,4 +1,4 @@
-"""What a program leaves behind, and how what it leaves in one process and on workers differs."""
+"""What a program leaves behind, and the differences between one process and workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Outcome:
 
 
 _TOLERANCE = 1e-9
-_WITH_NONE = {"silent", "picky"}  # operators that give None as a gradient
+_WITH_NONE = {"silent", "picky"}  # operators that return None as a gradient
 _EXACT_UP_TO = 2.0**40
 
 
@@ -35,7 +35,7 @@ def differences(program: Program, expected: Outcome, found: Outcome) -> list[str
     is_exact = program.exact and _largest(expected) < _EXACT_UP_TO
     lines = list(found.problems)
     if has_none(program):
-        # Where an undefined gradient comes to, torch runs nodes and hooks with None or zeros, and we run nothing.
+        # For an undefined gradient, torch runs nodes and hooks with None or zeros; farprop runs nothing.
         expected, found = _without_none(expected), _without_none(found)
     for number in sorted(expected.gradients.keys() | found.gradients.keys()):
         theirs, ours = expected.gradients.get(number), found.gradients.get(number)
@@ -53,7 +53,7 @@ def has_none(program: Program) -> bool:
 
 
 def _without_none(outcome: Outcome) -> Outcome:
-    """Without gradients that are zero, and calls of hooks that saw nothing else."""
+    """Drop gradients that are zero, and calls of hooks that saw only None or zeros."""
     return Outcome(
         {number: g for number, g in outcome.gradients.items() if bool(_dense(g).any())},
         {number: g for number, g in outcome.retained.items() if g is not None and bool(_dense(g).any())},
@@ -83,7 +83,7 @@ def _tensors(expected: torch.Tensor | None, found: torch.Tensor | None, is_exact
     if is_exact:
         same = torch.equal(theirs, ours)
     else:
-        # Sums of float32 in another order differ by more.
+        # Sums of float32 differ by more if the order differs.
         tolerance = _TOLERANCE if theirs.dtype in (torch.float64, torch.complex128) else 1e-3
         same = torch.allclose(theirs, ours, rtol=tolerance, atol=tolerance)
     return "" if same else f"expected {_shown(theirs)}, found {_shown(ours)}"
@@ -113,7 +113,7 @@ def _hooks(program: Program, expected: list[Call], found: list[Call], is_exact: 
 def _by_hook(log: list[Call]) -> dict[int, list[Call]]:
     calls: dict[int, list[Call]] = defaultdict(list)
     for call in log:
-        # Torch also runs nodes that lead to no leaf, such as to a view of one that was made with grad off.
+        # Torch also runs nodes that lead to no leaf, for example to a view that was made with grad off.
         if not call.seen or any(seen is not None for seen in call.seen):
             calls[call.hook].append(call)
     return calls

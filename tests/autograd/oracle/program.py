@@ -1,4 +1,4 @@
-"""A program as data. Plain tuples, so that a worker gets it fast and a failing one can be cut down."""
+"""A program as data: tuples, which are fast to send to a worker and easy to shrink."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 # (kind, registers that it sets, registers that it reads, more)
 #
-# leaf     more = number of the leaf, which is of this worker
+# leaf     more = number of a leaf of this worker
 # op       more = (name, parameters), see `operators`
 # call     more = (worker, block, packing): rpc_sync, and the results
 # start    the same with rpc_async; sets a handle
@@ -24,7 +24,7 @@ class Leaf(NamedTuple):
     worker: int
     shape: tuple[int, ...]
     kind: str  # "tensor", "parameter", "turned" (not contiguous), "single" (float32)
-    has_grad: bool  # .grad has a value already, which must stay
+    has_grad: bool  # .grad has a value before the passes, which must not change
     hooks: tuple[tuple[int, str, int], ...]
 
 
@@ -57,7 +57,7 @@ def size(program: Program) -> int:
 
 
 def text(program: Program) -> str:
-    """For people to read, only what can be reached from the main block."""
+    """The blocks that the main block reaches, as readable text."""
     lines = [f"seed {program.seed}, {program.workers} workers, {program.mode}, exact={program.exact}"]
     lines += [f"  leaf {number}: {leaf}" for number, leaf in enumerate(program.leaves) if leaf_used(program, number)]
     for number in sorted(reachable(program)):

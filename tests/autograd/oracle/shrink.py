@@ -1,4 +1,4 @@
-"""Cutting a failing program down to what makes it fail."""
+"""Reduces a failing program to the steps that make it fail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Fails = Callable[[Program], bool]
 
 
 def shrunk(program: Program, fails: Fails) -> Program:
-    """The smallest program found that still fails. Takes steps away one at a time, again and again."""
+    """The smallest program found that still fails. Removes one step at a time until none can be removed."""
     while True:
         for trial in _smaller(program):
             if fails(trial):
@@ -62,7 +62,7 @@ def _read(block: Block) -> set[int]:
 
 
 class _Noting(LocalInterpreter):
-    """Notes the shape of every tensor of every block."""
+    """Records the shape of every tensor of every block."""
 
     shapes: dict[tuple[int, int], torch.Size | None]
 
