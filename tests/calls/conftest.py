@@ -1,6 +1,6 @@
 """Every test of calls runs over Unix sockets with shared memory and over TCP alone.
 
-``pytest.mark.one_transport`` is for those that are about one of the two, or choose theirs themselves.
+``pytest.mark.one_transport`` is for tests that are about one of the two, or choose theirs.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def _metrics() -> dict[str, str]:
     return found
 
 
-def _calls_that_wait_are_counted() -> None:
+def _count_waiting_calls() -> None:
     before = _metrics()
     assert before["agent.server_active_async_calls"] == "0"
     future = rpc.rpc_async("worker1", _keep_waiting)
@@ -46,7 +46,7 @@ def _calls_that_wait_are_counted() -> None:
     there = rpc.rpc_sync("worker1", _metrics)
     assert there["agent.server_active_async_calls"] == "1"
     assert int(there["agent.client_active_calls"]) == 1
-    assert int(there["agent.server_active_calls"]) == 2  # with the one that asks
+    assert int(there["agent.server_active_calls"]) == 2  # including the call that asks
     assert _metrics()["agent.client_active_calls"] == "1"
     _gate.pop().set_result(4)
     assert future.wait() == 4
@@ -55,9 +55,9 @@ def _calls_that_wait_are_counted() -> None:
     assert set(before) <= set(_agent().get_debug_info())
 
 
-def test_calls_that_wait_are_counted() -> None:
+def test_metrics_count_waiting_calls() -> None:
     with cluster(2) as c:
-        c.run(0, _calls_that_wait_are_counted)
+        c.run(0, _count_waiting_calls)
 
 
 def _join_waits_for_calls(rank: int) -> None:
@@ -72,7 +72,7 @@ def _join_waits_for_calls(rank: int) -> None:
         _agent()
 
 
-def test_joining_waits_for_all_calls_of_all_workers() -> None:
+def test_join_waits_for_all_calls_of_all_workers() -> None:
     run_workers(_join_waits_for_calls, 2)
 
 
@@ -96,7 +96,7 @@ def test_options_device_maps_and_the_store() -> None:
     run_workers(_options_with_maps, 2)
 
 
-def _in_a_group_that_comes_and_goes(rank: int) -> None:
+def _in_a_dynamic_group(rank: int) -> None:
     rpc.init_rpc(f"worker{rank}", rank=rank)
     other = f"worker{1 - rank}"
     wait_until(lambda: other in {info.name for info in _agent().get_worker_infos()})
@@ -109,23 +109,23 @@ def _in_a_group_that_comes_and_goes(rank: int) -> None:
     rpc.shutdown()
 
 
-def test_groups_that_come_and_go() -> None:
-    run_workers(_in_a_group_that_comes_and_goes, 2)
+def test_dynamic_groups() -> None:
+    run_workers(_in_a_dynamic_group, 2)
 
 
-def _waits_in_its_store(rank: int) -> None:
+def _wait_in_the_store(rank: int) -> None:
     rpc.init_rpc(f"worker{rank}", rank=rank)
     if rank == 1:
         _agent().store.set("worker1 waits", "")
         _agent().store.wait(["worker0 is done"])
     else:
         _agent().store.wait(["worker1 waits"])
-        # Both look into the store of worker 1, whose main thread waits in it now or in a moment.
+        # Each call reads the store of worker 1, whose main thread waits in it now or in a moment.
         for _ in range(20):
             rpc.rpc_sync("worker1", _utils._update_group_membership, args=(_agent().get_worker_info(), [], {}, True))
         _agent().store.set("worker0 is done", "")
     rpc.shutdown()
 
 
-def test_a_wait_in_the_agents_store_holds_up_nobody() -> None:
-    run_workers(_waits_in_its_store, 2)
+def test_a_wait_in_the_agents_store_blocks_no_other_thread() -> None:
+    run_workers(_wait_in_the_store, 2)

@@ -1,4 +1,4 @@
-"""Nested calls, many threads, and slow functions beside quick ones."""
+"""Nested calls, many threads, and slow functions beside fast ones."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.support.workers import cluster
 
 
 @pytest.fixture(autouse=True)
-def _locks_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def _check_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(lock_order.VARIABLE, "1")
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_two_hundred_nested_calls_with_four_threads(env: dict[str, str], mode: str) -> None:
+def test_two_hundred_nested_calls_run_on_four_threads(env: dict[str, str], mode: str) -> None:
     with cluster(2, env, options={"num_worker_threads": 4}) as c:
         assert c.run(0, f.chain, 200, "worker0", "worker1", mode) == 200
 
@@ -30,7 +30,7 @@ def _many_chains(depth: int) -> int:
     return sum(torch.futures.wait_all(futures))
 
 
-def test_chains_from_both_ends_at_once(env: dict[str, str]) -> None:
+def test_call_chains_from_both_workers_at_once(env: dict[str, str]) -> None:
     with cluster(2, env, options={"num_worker_threads": 2}) as c:
         other = c.start(1, f.chain, 40, "worker1", "worker0", "sync")
         assert c.run(0, _many_chains, 20) == 200
@@ -40,17 +40,17 @@ def test_chains_from_both_ends_at_once(env: dict[str, str]) -> None:
 def _twenty_threads() -> None:
     errors: list[BaseException] = []
 
-    def work(me: int) -> None:
+    def work(number: int) -> None:
         try:
             for i in range(100):
-                to = f"worker{1 + (me + i) % 2}"
+                to = f"worker{1 + (number + i) % 2}"
                 if i % 3 == 0:
-                    assert rpc.rpc_async(to, f.add, args=(me, i)).wait() == me + i
+                    assert rpc.rpc_async(to, f.add, args=(number, i)).wait() == number + i
                 elif i % 3 == 1:
-                    tensor = torch.full((20_000,), float(me))
+                    tensor = torch.full((20_000,), float(number))
                     assert torch.equal(rpc.rpc_sync(to, f.identity, args=(tensor,)), tensor)
                 else:
-                    assert rpc.rpc_sync(to, f.add, args=(me, i)) == me + i
+                    assert rpc.rpc_sync(to, f.add, args=(number, i)) == number + i
         except BaseException as error:
             errors.append(error)
 
@@ -67,7 +67,7 @@ def test_twenty_threads_at_once(env: dict[str, str]) -> None:
         c.run(0, _twenty_threads)
 
 
-def _slow_beside_quick() -> None:
+def _fast_beside_slow() -> None:
     slow = [rpc.rpc_async("worker1", f.wait_for_gate) for _ in range(3)]
     for i in range(50):
         assert rpc.rpc_sync("worker1", f.add, args=(i,)) == i + 1
@@ -76,9 +76,9 @@ def _slow_beside_quick() -> None:
     assert torch.futures.wait_all(slow) == ["through"] * 3
 
 
-def test_slow_functions_do_not_hold_up_quick_ones(env: dict[str, str]) -> None:
+def test_slow_functions_do_not_delay_fast_ones(env: dict[str, str]) -> None:
     with cluster(2, env, options={"num_worker_threads": 4}) as c:
-        c.run(0, _slow_beside_quick)
+        c.run(0, _fast_beside_slow)
 
 
 _now_running = 0
@@ -128,6 +128,6 @@ def _in_flight() -> None:
     assert torch.futures.wait_all(futures) == list(range(1, 5001))
 
 
-def test_five_thousand_in_flight(env: dict[str, str]) -> None:
+def test_five_thousand_calls_in_flight(env: dict[str, str]) -> None:
     with cluster(2, env) as c:
         c.run(0, _in_flight)

@@ -53,7 +53,7 @@ def _send_late_work() -> None:
         late.wait()
 
 
-def _until_it_waits_and_is_late() -> None:
+def _wait_until_the_request_is_late() -> None:
     while f.debug_info()["agent.num_pending_requests"] != "1":
         pass
     time.sleep(2 * LATE)  # the callee counts from when it read the request
@@ -63,16 +63,16 @@ def _send_work_in_time() -> None:
     rpc.rpc_async("worker1", f.note, args=("in time",), timeout=60)
 
 
-def test_what_is_too_late_is_not_started() -> None:
+def test_a_request_past_its_deadline_is_not_started() -> None:
     with cluster(2, options={"num_worker_threads": 1}) as c:
         c.run(0, _send_late_work)
-        c.run(1, _until_it_waits_and_is_late)
+        c.run(1, _wait_until_the_request_is_late)
         c.run(0, _send_work_in_time)
         c.run(1, f.open_gate)
-        assert c.run(0, _noted_when_quiet) == ["in time"]
+        assert c.run(0, _notes_when_done) == ["in time"]
 
 
-def _noted_when_quiet() -> list[str]:
+def _notes_when_done() -> list[str]:
     while "in time" not in (noted := rpc.rpc_sync("worker1", f.noted)):
         pass
     return list(noted)
@@ -93,12 +93,12 @@ def _stopped_peer() -> None:
     assert time.monotonic() - began < 30
 
 
-def _after_it_goes_on() -> None:
+def _calls_after_continuing() -> None:
     assert rpc.rpc_sync("worker1", f.add, args=(1,), timeout=30) == 2
     assert rpc.rpc_sync("worker1", f.identity, args=(torch.ones(5_000_000),), timeout=30)[-1] == 1
 
 
-def test_a_stopped_peer_costs_the_deadline_and_no_more(env: dict[str, str]) -> None:
+def test_calls_to_a_stopped_peer_end_at_their_deadlines(env: dict[str, str]) -> None:
     """The worker reads no bytes, so the socket fills up. The call must still end at its deadline."""
     with cluster(2, env) as c:
         c.run(0, rpc.rpc_sync, "worker1", f.noop)
@@ -107,4 +107,4 @@ def test_a_stopped_peer_costs_the_deadline_and_no_more(env: dict[str, str]) -> N
             c.run(0, _stopped_peer)
         finally:
             c.signal(1, signal.SIGCONT)
-        c.run(0, _after_it_goes_on)
+        c.run(0, _calls_after_continuing)

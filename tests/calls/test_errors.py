@@ -11,7 +11,7 @@ from tests.calls import functions as f
 from tests.support.workers import cluster
 
 
-def _types_survive() -> None:
+def _types_are_kept() -> None:
     with pytest.raises(ValueError, match="some text") as caught:
         rpc.rpc_sync("worker1", f.raise_value_error, args=("some text",))
     assert str(caught.value) == "some text"
@@ -21,7 +21,7 @@ def _types_survive() -> None:
     assert "functions.py" in note
     with pytest.raises(torch.jit.Error, match="in script") as scripted:
         rpc.rpc_sync("worker1", f.scripted_failure, args=("in script",))
-    assert isinstance(scripted.value, RuntimeError)  # as over torch's RPC, where a local one is not
+    assert isinstance(scripted.value, RuntimeError)  # as over torch's RPC; a local call raises another type
     with pytest.raises(f.Custom) as custom:
         rpc.rpc_sync("worker1", f.raise_custom)
     assert (custom.value.code, custom.value.text) == (7, "seven")
@@ -43,7 +43,7 @@ def _not_rebuildable() -> None:
     assert "Original exception on remote side was Stubborn('eight')" in str(error)
     with pytest.raises(RemoteError, match="holds a lock"):
         rpc.rpc_sync("worker1", f.raise_unpicklable)
-    # An exit there is an error here, not an exit; and the worker lives.
+    # SystemExit on the callee is an error for the caller, and the callee lives.
     with pytest.raises(RemoteError, match="SystemExit"):
         rpc.rpc_sync("worker1", f.raise_exit)
     assert rpc.rpc_sync("worker1", f.add, args=(1,)) == 2
@@ -57,7 +57,7 @@ def _through_two_hops() -> None:
     assert "worker2" in note
 
 
-def _codec_trouble() -> None:
+def _values_that_fail_to_pickle() -> None:
     with pytest.raises(TypeError, match="cannot pickle '_thread.lock' object") as caught:
         rpc.rpc_sync("worker1", f.unpicklable_result)
     assert "could not encode the function's result" in "\n".join(caught.value.__notes__)
@@ -82,13 +82,13 @@ class Grenade:
 
 def test_exceptions(env: dict[str, str]) -> None:
     with cluster(3, env) as c:
-        c.run(0, _types_survive)
+        c.run(0, _types_are_kept)
         c.run(0, _not_rebuildable)
         c.run(0, _through_two_hops)
-        c.run(0, _codec_trouble)
+        c.run(0, _values_that_fail_to_pickle)
 
 
-def test_the_four_kinds_are_different_types_and_all_are_runtime_errors() -> None:
+def test_the_four_kinds_of_errors_are_distinct_runtime_errors() -> None:
     kinds = [RemoteError, RpcTimeoutError, ConnectionLostError, UsageError]
     for kind in kinds:
         assert issubclass(kind, RuntimeError)
@@ -110,13 +110,13 @@ def _peer_dies_during_call() -> None:
     assert rpc.rpc_sync("worker2", f.add, args=(1,)) == 2
 
 
-def test_a_worker_that_dies_is_a_lost_connection_at_once(env: dict[str, str]) -> None:
+def test_a_worker_that_dies_raises_connection_lost_at_once(env: dict[str, str]) -> None:
     with cluster(3, env) as c:
         c.run(0, _peer_dies_during_call)
         assert c.wait(1) == 9
 
 
-def _nested_wait_on_the_dead() -> None:
+def _call_the_dying_through_worker1() -> None:
     with pytest.raises(ConnectionLostError, match="worker2"):
         rpc.rpc_sync("worker1", _call_the_dying)
     assert rpc.rpc_sync("worker1", f.add, args=(1,)) == 2
@@ -126,7 +126,7 @@ def _call_the_dying() -> None:
     rpc.rpc_sync("worker2", f.die)
 
 
-def test_a_worker_that_dies_two_hops_away(env: dict[str, str]) -> None:
+def test_a_worker_that_dies_two_hops_away_raises_at_the_caller(env: dict[str, str]) -> None:
     with cluster(3, env) as c:
-        c.run(0, _nested_wait_on_the_dead)
+        c.run(0, _call_the_dying_through_worker1)
         c.wait(2)

@@ -63,10 +63,10 @@ def test_futures(env: dict[str, str]) -> None:
         c.run(0, _async_kinds)
 
 
-def _async_execution_frees_its_thread() -> None:
+def _async_functions_free_their_thread() -> None:
     waiting = [rpc.rpc_async("worker1", f.later, args=(i,)) for i in range(20)]
     waiting += [rpc.rpc_async("worker1", f.coroutine_at_gate, args=(20 + i,)) for i in range(20)]
-    # One worker thread, and forty calls wait on it; others still run.
+    # There is one worker thread and forty calls wait; other calls still run.
     assert rpc.rpc_sync("worker1", f.add, args=(1,)) == 2
     assert not any(future.done() for future in waiting)
     rpc.rpc_sync("worker1", f.open_gate)
@@ -77,32 +77,32 @@ def _async_execution_frees_its_thread() -> None:
         rpc.rpc_sync("worker1", f.coroutine_that_raises)
 
 
-def test_async_functions_do_not_hold_a_thread(env: dict[str, str]) -> None:
+def test_async_functions_occupy_no_thread_while_they_wait(env: dict[str, str]) -> None:
     with cluster(2, env, options={"num_worker_threads": 1}) as c:
-        c.run(0, _async_execution_frees_its_thread)
+        c.run(0, _async_functions_free_their_thread)
 
 
-def _rebind() -> None:
+def _rebind_add() -> None:
     f.add = lambda a, b=1: "rebound"  # type: ignore[assignment]
 
 
-def _unbind() -> None:
+def _delete_add() -> None:
     del f.Counter
 
 
-def _names_are_looked_up_at_each_call() -> None:
+def _call_rebound_and_deleted() -> None:
     assert rpc.rpc_sync("worker1", f.add, args=(1,)) == 2
-    rpc.rpc_sync("worker1", _rebind)
+    rpc.rpc_sync("worker1", _rebind_add)
     assert rpc.rpc_sync("worker1", f.add, args=(1,)) == "rebound"
     assert rpc.rpc_sync("worker1", f.Counter, args=(3,)) is not None
-    rpc.rpc_sync("worker1", _unbind)
+    rpc.rpc_sync("worker1", _delete_add)
     with pytest.raises(RuntimeError, match="RPC pickler does not serialize"):
         rpc.rpc_sync("worker1", f.Counter, args=(3,))
 
 
-def test_a_rebound_or_deleted_function_is_seen() -> None:
+def test_functions_are_looked_up_by_name_at_each_call() -> None:
     with cluster(2) as c:
-        c.run(0, _names_are_looked_up_at_each_call)
+        c.run(0, _call_rebound_and_deleted)
 
 
 def _bad_arguments() -> None:
@@ -122,29 +122,29 @@ def _bad_arguments() -> None:
         rpc.rpc_sync("worker1", f.add)
 
 
-def test_wrong_use_is_said() -> None:
+def test_wrong_arguments_raise() -> None:
     with cluster(2) as c:
         c.run(0, _bad_arguments)
 
 
-def test_before_init_and_after_shutdown() -> None:
+def test_calls_raise_before_init_and_after_shutdown() -> None:
     with pytest.raises(RuntimeError, match=r"^RPC has not been initialized: .* Call farprop.rpc.init_rpc first"):
         rpc.rpc_sync("worker1", f.noop)
     with pytest.raises(RuntimeError, match="has not been initialized"):
         rpc.shutdown()
 
 
-def _to_oneself(env: dict[str, str]) -> None:
+def _call_own_worker(env: dict[str, str]) -> None:
     tensor = torch.ones(3)
     rpc.rpc_sync("worker0", f.fill, args=(tensor, 5.0))
-    assert tensor[0] == 1  # what is called gets a copy, as on any other worker
+    assert tensor[0] == 1  # the callee gets a copy, as on any other worker
     assert rpc.rpc_sync("worker0", f.own_name) == "worker0"
     assert rpc.rpc_async("worker0", f.chain, args=(10, "worker0", "worker0", "sync")).wait() == 10
 
 
-def test_calls_to_oneself(env: dict[str, str]) -> None:
+def test_calls_to_the_own_worker(env: dict[str, str]) -> None:
     with cluster(1, env, options={"num_worker_threads": 2}) as c:
-        c.run(0, _to_oneself, env)
+        c.run(0, _call_own_worker, env)
 
 
 class DoublingPickler(rpc.internal._InternalRPCPickler):
@@ -152,12 +152,12 @@ class DoublingPickler(rpc.internal._InternalRPCPickler):
         return super().serialize(obj._replace(args=tuple(2 * arg for arg in obj.args)))
 
 
-def _own_pickler() -> None:
+def _custom_pickler() -> None:
     with rpc._use_rpc_pickler(DoublingPickler()):
         assert rpc.rpc_sync("worker1", f.add, args=(10, 20)) == 60
     assert rpc.rpc_sync("worker1", f.add, args=(10, 20)) == 30
 
 
-def test_a_pickler_of_ones_own() -> None:
+def test_a_custom_pickler() -> None:
     with cluster(2) as c:
-        c.run(0, _own_pickler)
+        c.run(0, _custom_pickler)

@@ -17,35 +17,35 @@ pytestmark = pytest.mark.one_transport
 _lines: list[str] = []
 
 
-class _Noting(logging.Handler):
+class _RecordingHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         _lines.append(f"{record.name}: {record.getMessage()}")
 
 
-def _follow() -> None:
+def _record_logs() -> None:
     logger = logging.getLogger("farprop")
     logger.setLevel(logging.DEBUG)
-    logger.addHandler(_Noting())
+    logger.addHandler(_RecordingHandler())
     logger.propagate = False
 
 
-def _said() -> list[str]:
+def _recorded() -> list[str]:
     logging.getLogger("farprop").setLevel(logging.WARNING)
     return _lines
 
 
-def _call_and_go_back() -> None:
+def _call_and_backward() -> None:
     with dist_autograd.context() as context_id:
         x = torch.ones(2, requires_grad=True)
         dist_autograd.backward(context_id, [rpc.rpc_sync("worker1", torch.neg, (x,)).sum()])
 
 
-def test_a_call_and_a_backward_pass_can_be_followed_through_both_workers() -> None:
+def test_debug_logs_follow_a_call_and_a_backward_pass_on_both_workers() -> None:
     with cluster(2) as c:
         for rank in (0, 1):
-            c.run(rank, _follow)
-        c.run(0, _call_and_go_back)
-        caller, callee = ("\n".join(c.run(rank, _said)) for rank in (0, 1))
+            c.run(rank, _record_logs)
+        c.run(0, _call_and_backward)
+        caller, callee = ("\n".join(c.run(rank, _recorded)) for rank in (0, 1))
     for pattern in (
         r"client_connection: worker0 \(rank 0\): sends call (\d+) to worker1 \(rank 1\): torch:neg\n(.*\n)*?"
         r".*client_connection: worker0 \(rank 0\): call \1 is answered by worker1 \(rank 1\)",

@@ -22,7 +22,7 @@ def workers() -> Iterator[Cluster]:
         yield started
 
 
-class Plain(_InternalRPCPickler):
+class Unchanged(_InternalRPCPickler):
     """A derived pickler that changes nothing."""
 
 
@@ -33,13 +33,13 @@ def _scaled(x: torch.Tensor, rref: Any) -> torch.Tensor:
 def _gradients() -> None:
     weight = torch.tensor([3.0], requires_grad=True)
     factor = rpc.RRef(torch.tensor([5.0]))
-    with rpc._use_rpc_pickler(Plain()), dist_autograd.context() as context_id:
+    with rpc._use_rpc_pickler(Unchanged()), dist_autograd.context() as context_id:
         loss = rpc.rpc_sync("worker1", _scaled, args=(weight, factor))
         dist_autograd.backward(context_id, [loss.sum()])
         assert dist_autograd.get_gradients(context_id)[weight].tolist() == [5.0]
 
 
-def test_gradients_and_references_go_through_a_pickler_of_ones_own(workers: Cluster) -> None:
+def test_a_custom_pickler_keeps_gradients_and_references(workers: Cluster) -> None:
     workers.run(0, _gradients)
 
 
@@ -54,7 +54,7 @@ async def _awaited(x: int) -> int:
 
 def _functions() -> None:
     offset = 7
-    with rpc._use_rpc_pickler(Plain()):
+    with rpc._use_rpc_pickler(Unchanged()):
         assert rpc.rpc_sync("worker1", _tripled_later, args=(2,)) == 6
         assert rpc.remote("worker1", _tripled_later, args=(3,)).to_here() == 9
         assert rpc.rpc_sync("worker1", _awaited, args=(2,)) == 3
@@ -64,7 +64,7 @@ def _functions() -> None:
         assert any("rpc_sync#add(worker0 -> worker1)" in event.name for event in profile.function_events)
 
 
-def test_all_kinds_of_functions_go_through_a_pickler_of_ones_own(workers: Cluster) -> None:
+def test_a_custom_pickler_serializes_all_kinds_of_functions(workers: Cluster) -> None:
     workers.run(0, _functions)
 
 
@@ -78,7 +78,7 @@ def _compiled(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-def _past_the_pickler() -> None:
+def _without_the_pickler() -> None:
     with rpc._use_rpc_pickler(Refusing()):
         assert rpc.rpc_sync("worker1", torch.add, args=(torch.ones(1), 1)).tolist() == [2.0]
         assert rpc.rpc_sync("worker1", _compiled, args=(torch.ones(1),)).tolist() == [2.0]
@@ -88,11 +88,11 @@ def _past_the_pickler() -> None:
             rpc.remote("worker1", f.add, args=(1, 2))
 
 
-def test_operators_and_script_functions_go_past_it(workers: Cluster) -> None:
-    workers.run(0, _past_the_pickler)
+def test_operators_and_script_functions_bypass_the_pickler(workers: Cluster) -> None:
+    workers.run(0, _without_the_pickler)
 
 
-class Secretive:
+class Unpicklable:
     """Can't be pickled."""
 
     def __init__(self, n: int) -> None:
@@ -102,26 +102,26 @@ class Secretive:
         raise TypeError("not by pickle")
 
 
-class Guarded(Secretive):
-    """The same."""
+class OtherUnpicklable(Unpicklable):
+    """Can't be pickled, either."""
 
 
-def _reduce_secretive(obj: Secretive) -> Any:
+def _reduce_unpicklable(obj: Unpicklable) -> Any:
     return type(obj), (obj.n + 1,)
 
 
 def _register() -> None:
-    _internal_rpc_pickler._register_reducer(Secretive, _reduce_secretive)
-    _internal_rpc_pickler._register_reducer(Secretive, lambda obj: (int, ()))  # the first stays
-    _internal_rpc_pickler._dispatch_table[Guarded] = _reduce_secretive
+    _internal_rpc_pickler._register_reducer(Unpicklable, _reduce_unpicklable)
+    _internal_rpc_pickler._register_reducer(Unpicklable, lambda obj: (int, ()))  # the first stays
+    _internal_rpc_pickler._dispatch_table[OtherUnpicklable] = _reduce_unpicklable
 
 
 def _registered_reducers() -> None:
     with pytest.raises(TypeError, match="not by pickle"):
-        rpc.rpc_sync("worker1", f.identity, args=(Secretive(1),))
+        rpc.rpc_sync("worker1", f.identity, args=(Unpicklable(1),))
     _register()
     rpc.rpc_sync("worker1", _register)
-    for kind in (Secretive, Guarded):
+    for kind in (Unpicklable, OtherUnpicklable):
         back = rpc.rpc_sync("worker1", f.identity, args=([kind(1)],))[0]
         assert type(back) is kind
         assert back.n == 3  # one more in the arguments, and one in the result
@@ -141,7 +141,7 @@ def _registered_for_tensors() -> None:
     assert rpc.rpc_sync("worker1", f.add, args=(torch.ones(1), 1)).tolist() == [2.0]
 
 
-def test_reducers_that_are_registered_hold_for_calls_and_results() -> None:
+def test_registered_reducers_serialize_arguments_and_results() -> None:
     with cluster(2) as c:
         c.run(0, _registered_reducers)
         c.run(0, _registered_for_tensors)
@@ -191,31 +191,31 @@ def _missing(x: int) -> int:
     return x
 
 
-def _lose() -> None:
+def _delete_missing() -> None:
     del globals()["_missing"]
 
 
-def _function_that_is_not_there() -> None:
-    rpc.rpc_sync("worker1", _lose)
+def _call_missing() -> None:
+    rpc.rpc_sync("worker1", _delete_missing)
     with (
-        rpc._use_rpc_pickler(Plain()),
+        rpc._use_rpc_pickler(Unchanged()),
         pytest.raises(AttributeError, match="_missing.*has to be defined in the same module"),
     ):
         rpc.rpc_sync("worker1", _missing, args=(1,))
 
 
-def test_a_function_that_the_callee_lacks_is_an_error_that_says_so() -> None:
+def test_a_function_that_the_callee_lacks_is_named_in_the_error() -> None:
     with cluster(2) as c:
-        c.run(0, _function_that_is_not_there)
+        c.run(0, _call_missing)
 
 
-def test_a_pickle_that_fails_leaves_the_tables_as_they_were() -> None:
+def test_a_failed_pickle_restores_the_tensor_tables() -> None:
     class Nested(_InternalRPCPickler):
         def __init__(self) -> None:
             super().__init__()
-            self._register_reducer(Secretive, self._reduce)
+            self._register_reducer(Unpicklable, self._reduce)
 
-        def _reduce(self, obj: Secretive) -> Any:
+        def _reduce(self, obj: Unpicklable) -> Any:
             inner, table = rpc.internal.serialize([torch.ones(1)])
             assert len(table) == 1
             if obj.n:
@@ -224,9 +224,9 @@ def test_a_pickle_that_fails_leaves_the_tables_as_they_were() -> None:
 
     pickler, tensor = Nested(), torch.zeros(2)
     with pytest.raises(OSError, match="halfway"):
-        pickler.serialize([tensor, Secretive(1)])
+        pickler.serialize([tensor, Unpicklable(1)])
     assert not rpc.internal.is_serializing()
-    data, table = pickler.serialize([tensor, Secretive(0), tensor])
+    data, table = pickler.serialize([tensor, Unpicklable(0), tensor])
     assert len(table) == 2  # the other tensor is that of the inner table
     first, inner, again = pickler.deserialize(data, table)
     assert first is again is tensor

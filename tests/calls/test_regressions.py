@@ -28,13 +28,13 @@ def _keep_arrays() -> list[float]:
     return [float(array.sum()) for array in kept]
 
 
-def test_numpy_arrays_that_are_kept_stay_what_they_were(env: dict[str, str]) -> None:
-    """NumPy makes its own view of a buffer and drops ours: the segment was returned while it was in use."""
+def test_kept_numpy_arrays_do_not_change(env: dict[str, str]) -> None:
+    """NumPy makes its own view of a buffer and drops ours, so the segment was returned while it was in use."""
     with cluster(2, env) as c:
         assert c.run(0, _keep_arrays) == [i * 1e5 for i in range(5)]
 
 
-def _let_go_after_shutdown(rank: int, directory: str) -> int:
+def _drop_tensors_after_shutdown(rank: int, directory: str) -> int:
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
     tensors = [rpc.rpc_sync(f"worker{1 - rank}", torch.zeros, args=(5_000_000,)) for _ in range(2)]
     rpc.shutdown()
@@ -46,8 +46,8 @@ def _let_go_after_shutdown(rank: int, directory: str) -> int:
     return sum(sizes)
 
 
-def test_letting_go_of_tensors_after_shutdown_writes_to_nobodys_file(tmp_path: Path) -> None:
-    assert run_workers(_let_go_after_shutdown, 2, (str(tmp_path),)) == [0, 0]
+def test_dropping_tensors_after_shutdown_writes_to_no_file(tmp_path: Path) -> None:
+    assert run_workers(_drop_tensors_after_shutdown, 2, (str(tmp_path),)) == [0, 0]
 
 
 _event = threading.Event()
@@ -63,9 +63,9 @@ def _set_event() -> None:
 
 
 def _stall_after_a_nested_call() -> bool:
-    # A lambda has no name, so nothing is remembered of how slow it was.
+    # A lambda has no name, so the worker does not remember that it is slow.
     waiting = rpc.rpc_async("worker1", lambda: _nested_then_wait())
-    time.sleep(0.5)  # until it has made its call and waits: nothing here could tell us
+    time.sleep(0.5)  # until it has made its call and waits; no event here tells when
     rpc.rpc_sync("worker1", _set_event)
     return bool(waiting.wait())
 
@@ -81,10 +81,10 @@ def _interrupt_often() -> int:
     interrupts = 0
     end = time.monotonic() + 3
     while time.monotonic() < end:
-        with contextlib.suppress(KeyboardInterrupt):  # one that comes at the end of the block inside
+        with contextlib.suppress(KeyboardInterrupt):  # an interrupt at the end of the inner block
             try:
                 signal.signal(signal.SIGALRM, _raise_interrupt)
-                # Again and again: one that comes while a finaliser runs is swallowed by Python.
+                # Repeatedly: Python swallows an interrupt that arrives while a finaliser runs.
                 signal.setitimer(signal.ITIMER_REAL, 0.0003 + (interrupts % 17) * 0.00005, 0.01)
                 while True:
                     rpc.rpc_sync("worker1", f.noop, timeout=20)
@@ -103,12 +103,12 @@ def _raise_interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_interrupts_at_any_line_of_a_call_leave_it_working(env: dict[str, str]) -> None:
+def test_calls_work_after_interrupts_at_any_line(env: dict[str, str]) -> None:
     with cluster(2, env, check=False) as c:
         assert c.run(0, _interrupt_often) > 50
 
 
-def _dial_the_stopped() -> float:
+def _dial_a_stopped_worker() -> float:
     began = time.monotonic()
     errors: list[BaseException] = []
 
@@ -131,20 +131,20 @@ def test_dialling_a_stopped_worker_ends_at_the_calls_deadline(env: dict[str, str
     with cluster(2, env) as c:
         c.signal(1, signal.SIGSTOP)
         try:
-            assert c.run(0, _dial_the_stopped) < 15
+            assert c.run(0, _dial_a_stopped_worker) < 15
         finally:
             c.signal(1, signal.SIGCONT)
 
 
-class Shy(Exception):
+class NoRepr(Exception):
     def __repr__(self) -> str:
         raise ZeroDivisionError
 
     __str__ = __repr__
 
 
-def _raise_shy() -> None:
-    raise Shy
+def _raise_no_repr() -> None:
+    raise NoRepr
 
 
 def _raise_large() -> None:
@@ -152,24 +152,24 @@ def _raise_large() -> None:
 
 
 def _odd_exceptions() -> None:
-    with pytest.raises((Shy, RuntimeError)):
-        rpc.rpc_sync("worker1", _raise_shy, timeout=20)
+    with pytest.raises((NoRepr, RuntimeError)):
+        rpc.rpc_sync("worker1", _raise_no_repr, timeout=20)
     with pytest.raises(RuntimeError, match="too large to be sent"):
         rpc.rpc_sync("worker1", _raise_large, timeout=20)
 
 
-def test_an_exception_that_cannot_be_shown_or_is_huge_is_answered_all_the_same() -> None:
+def test_exceptions_without_repr_or_with_huge_text_are_answered() -> None:
     with cluster(2) as c:
         c.run(0, _odd_exceptions)
 
 
-def _press_on_a_small_pool() -> None:
+def _fill_a_small_pool() -> None:
     errors: list[BaseException] = []
 
-    def work(me: int) -> None:
+    def work(number: int) -> None:
         try:
             for i in range(60):
-                tensor = torch.full((20_000 + 1000 * (me + i) % 9,), float(me))
+                tensor = torch.full((20_000 + 1000 * (number + i) % 9,), float(number))
                 assert torch.equal(rpc.rpc_sync("worker1", f.identity, args=(tensor,), timeout=30), tensor)
         except BaseException as error:
             errors.append(error)
@@ -183,9 +183,9 @@ def _press_on_a_small_pool() -> None:
 
 
 @pytest.mark.one_transport
-def test_segments_that_are_dropped_by_many_threads_at_once() -> None:
+def test_many_threads_can_drop_segments_at_once() -> None:
     with cluster(2, {"FARPROP_SHM_POOL_BYTES": "300000"}) as c:
-        c.run(0, _press_on_a_small_pool)
+        c.run(0, _fill_a_small_pool)
 
 
 def _odd_timeouts() -> None:
@@ -201,7 +201,7 @@ def _odd_timeouts() -> None:
     assert waiting.wait() == "through"
 
 
-def test_odd_timeouts_harm_nobody() -> None:
+def test_odd_timeouts() -> None:
     with cluster(2) as c:
         c.run(0, _odd_timeouts)
 
@@ -234,7 +234,7 @@ def _open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_held_tensors_hold_no_descriptors() -> None:
+def test_received_tensors_keep_no_file_descriptors() -> None:
     with cluster(2) as c:
         here, there = c.run(0, _hold_many)
         assert here < 100
@@ -267,7 +267,7 @@ def _port() -> int:
     return int(current_agent()._own_entry.tcp[1])
 
 
-def test_a_worker_out_of_descriptors_does_not_spin_and_recovers(tmp_path: Path) -> None:
+def test_a_worker_out_of_file_descriptors_does_not_spin_and_recovers(tmp_path: Path) -> None:
     with cluster(2) as c:
         port = c.run(0, _port)
         used = c.start(0, _out_of_descriptors, str(tmp_path))
@@ -301,7 +301,7 @@ def test_a_thousand_failing_futures_do_not_make_a_thousand_threads(tmp_path: Pat
         assert threads.result() < 200
 
 
-def _answers_then_leaves(rank: int) -> list[Any]:
+def _call_then_shut_down(rank: int) -> list[Any]:
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
     if rank == 1:
         f.gate.wait(20)
@@ -317,4 +317,4 @@ def _answers_then_leaves(rank: int) -> list[Any]:
 
 
 def test_sync_and_async_calls_share_a_connection() -> None:
-    assert run_workers(_answers_then_leaves, 2) == [[1], []]
+    assert run_workers(_call_then_shut_down, 2) == [[1], []]

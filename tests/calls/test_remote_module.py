@@ -125,11 +125,11 @@ def _creation() -> None:
         RemoteModule("worker1", Scale, kwargs={"bye": 1.0}).remote_parameters()
 
 
-def test_modules_that_come_late_or_never(env: dict[str, str]) -> None:
+def test_modules_that_are_created_late_or_not_at_all(env: dict[str, str]) -> None:
     run(_creation, env)
 
 
-def _places() -> None:
+def _workers_and_devices() -> None:
     for place, on, device in (
         ("worker1", "worker1", "cpu"),
         ("worker1/cpu", "worker1", "cpu"),
@@ -153,8 +153,8 @@ def _places() -> None:
             RemoteModule(place, nn.Linear, (1, 1))
 
 
-def test_every_way_to_say_where(env: dict[str, str]) -> None:
-    run(_places, env)
+def test_all_forms_of_remote_device(env: dict[str, str]) -> None:
+    run(_workers_and_devices, env)
 
 
 class Devices(nn.Module):
@@ -180,7 +180,7 @@ def test_tensors_are_moved_to_the_device_of_the_module(env: dict[str, str]) -> N
 
 
 @pytest.mark.one_transport
-def test_without_rpc_it_says_what_to_do() -> None:
+def test_without_rpc_the_error_says_what_to_do() -> None:
     with pytest.raises(UsageError, match="init_rpc first"):
         RemoteModule("worker1", Scale)
 
@@ -216,7 +216,7 @@ def _other_methods() -> None:
         module.apply(print, no_such=1)
 
 
-# Of these torch's RemoteModule raises, too.
+# Torch's RemoteModule raises for these, too.
 UNSUPPORTED = [
     *("add_module", "apply", "bfloat16", "buffers", "children", "cpu", "cuda", "double", "extra_repr", "float", "half"),
     *("ipu", "load_state_dict", "modules", "named_buffers", "named_children", "named_modules", "named_parameters"),
@@ -247,18 +247,18 @@ def _hybrid() -> None:
     assert rpc.rpc_sync("worker1", is_training, (model.remote.get_module_rref(),)) is False
 
 
-def test_a_part_of_another_module(env: dict[str, str]) -> None:
+def test_a_remote_module_in_another_module(env: dict[str, str]) -> None:
     run(_hybrid, env)
 
 
 @pytest.mark.one_transport
-def test_what_is_not_supported_is_torchs() -> None:
+def test_unsupported_methods_are_those_of_torch() -> None:
     public = {name for name in vars(theirs._RemoteModule) if not name.startswith("_")}
     assert public <= set(vars(_RemoteModule))
     assert set(UNSUPPORTED) <= public
 
 
-# Passing it on
+# Sending it
 
 
 class Named(RemoteModule):
@@ -282,7 +282,7 @@ def identity(value: Any) -> Any:
     return value
 
 
-def _sent() -> None:
+def _send_to_others() -> None:
     x = torch.ones(2)
     module = RemoteModule("worker1", Scale, (3.0,))
     assert rpc.rpc_sync("worker2", attributes, (module,)) == [
@@ -303,7 +303,7 @@ def _sent() -> None:
     assert len(back.remote_parameters()) == 3
     assert back.eval() is back
     assert rpc.rpc_sync("worker2", use, (Named("rank:1", Scale), x))[0] == "Named"
-    # What somebody has written into it stays here, and that is said.
+    # Attributes that were added are not sent, which is logged.
     heard: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
@@ -316,8 +316,8 @@ def _sent() -> None:
     assert torch.equal(everything["forward"](x), x * 3)
 
 
-def test_sent_to_others_it_stands_for_the_same_module(env: dict[str, str]) -> None:
-    run(_sent, env, 3)
+def test_a_sent_remote_module_refers_to_the_same_module(env: dict[str, str]) -> None:
+    run(_send_to_others, env, 3)
 
 
 def _from_reference() -> None:
@@ -335,7 +335,7 @@ def _from_reference() -> None:
     assert torch.equal(rpc.rpc_sync("worker2", use, (own, x))[1], x * 7)
 
 
-def test_from_a_reference(env: dict[str, str]) -> None:
+def test_init_from_module_rref(env: dict[str, str]) -> None:
     run(_from_reference, env, 3)
 
 
@@ -347,7 +347,7 @@ def _not_pickled() -> None:
             way(module)
 
 
-def test_pickled_outside_of_calls_it_raises(env: dict[str, str]) -> None:
+def test_pickling_outside_of_calls_raises(env: dict[str, str]) -> None:
     run(_not_pickled, env)
 
 
@@ -520,7 +520,7 @@ def _passing_interfaces() -> None:
         torch.jit.save(compiled, io.BytesIO())
 
 
-def test_passing_on_a_module_with_an_interface(env: dict[str, str]) -> None:
+def test_sending_a_module_with_an_interface(env: dict[str, str]) -> None:
     run(_passing_interfaces, env, 3)
 
 

@@ -27,15 +27,15 @@ def _open(gate: str) -> None:
 
 
 def _call_back(gate: str) -> str:
-    """On a pool thread of worker0, make a call on the connection that its main thread uses, too."""
+    """On a pool thread of worker0, make a call on the connection that its main thread also uses."""
     return rpc.rpc_sync("worker1", _wait_at, args=(gate,), timeout=20)  # type: ignore[no-any-return]
 
 
-def _hand_over() -> None:
-    # The loop reads for this one, so a thread of the pool that makes a call polls for it.
+def _hand_over_reading() -> None:
+    # The event loop reads this answer, so a pool thread that makes a call polls for the loop.
     kept_open = rpc.rpc_async("worker1", _wait_at, args=("first",))
     called = rpc.rpc_async("worker1", rpc.rpc_sync, args=("worker0", _call_back, ("second",)))
-    # From a third thread: each of these calls takes the reading over, and hands it on to the one of the pool.
+    # From a third thread: each of these calls becomes the reader, and hands over to the pool thread.
     wait_until(lambda: rpc.rpc_sync("worker1", _is_at, args=("second",)))
     for _ in range(50):
         rpc.rpc_sync("worker1", _is_at, args=("second",))
@@ -45,6 +45,6 @@ def _hand_over() -> None:
     assert kept_open.wait() == "first"
 
 
-def test_reading_is_handed_to_a_thread_that_polls_for_the_loop(env: dict[str, str]) -> None:
+def test_reading_is_handed_over_to_the_polling_thread(env: dict[str, str]) -> None:
     with cluster(2, env) as job:
-        job.run(0, _hand_over)
+        job.run(0, _hand_over_reading)

@@ -38,7 +38,7 @@ def _with_method(rank: int, init_method: str) -> str:
     return _ring(rank, 3)
 
 
-def test_tcp_and_file() -> None:
+def test_init_with_tcp_and_file() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for method in (f"tcp://127.0.0.1:{free_port()}", f"file://{directory}/meet"):
             assert run_workers(_with_method, 3, (method,)) == ["worker1", "worker2", "worker0"]
@@ -55,7 +55,7 @@ def _with_torchrun_variables(rank: int) -> str:
     return _ring(rank, 3)
 
 
-def test_env() -> None:
+def test_init_with_env() -> None:
     assert run_workers(_with_env, 3) == ["worker1", "worker2", "worker0"]
     assert run_workers(_with_torchrun_variables, 3) == ["worker1", "worker2", "worker0"]
 
@@ -65,12 +65,12 @@ def _with_store(rank: int, path: str) -> str:
     return _ring(rank, 3)
 
 
-def test_a_store() -> None:
+def test_init_with_a_store() -> None:
     with tempfile.TemporaryDirectory() as directory:
         assert run_workers(_with_store, 3, (f"{directory}/store",)) == ["worker1", "worker2", "worker0"]
 
 
-def _again_and_again(rank: int) -> int:
+def _init_repeatedly(rank: int) -> int:
     calls = 0
     for turn in range(4):
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
@@ -83,7 +83,7 @@ def _again_and_again(rank: int) -> int:
     return calls
 
 
-def _again_gently(rank: int) -> int:
+def _init_repeatedly_with_graceful_shutdown(rank: int) -> int:
     for _ in range(5):
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
         assert rpc.rpc_sync(f"worker{1 - rank}", f.own_name) == f"worker{1 - rank}"
@@ -91,8 +91,8 @@ def _again_gently(rank: int) -> int:
     return 5
 
 
-def test_init_again_at_the_same_address() -> None:
-    assert run_workers(_again_gently, 2) == [5, 5]
+def test_repeated_init_at_the_same_address() -> None:
+    assert run_workers(_init_repeatedly_with_graceful_shutdown, 2) == [5, 5]
 
 
 def _sixty_four(rank: int) -> int:
@@ -116,7 +116,7 @@ def _someone_missing(rank: int) -> str:
     return str(caught.value)
 
 
-def test_who_is_missing_is_named() -> None:
+def test_missing_workers_are_named() -> None:
     for text in run_workers(_someone_missing, 2):
         assert text.startswith("Ranks 2, 3 of 4 have not called init_rpc within 5 s.")
 
@@ -127,7 +127,7 @@ def _same_name(rank: int) -> str:
     return str(caught.value)
 
 
-def test_duplicate_names_are_refused_everywhere() -> None:
+def test_duplicate_names_are_refused_on_all_workers() -> None:
     for text in run_workers(_same_name, 3):
         assert "Worker name 'twin' is not unique: rank 1 on" in text
         assert "Give each worker its own name" in text
@@ -175,11 +175,11 @@ def _twice(rank: int) -> None:
     rpc.shutdown()
 
 
-def test_a_second_init_is_refused_and_harms_nothing() -> None:
+def test_a_second_init_is_refused_and_does_no_harm() -> None:
     run_workers(_twice, 1)
 
 
-def _listens_where(rank: int) -> tuple[str, int]:
+def _listening_address(rank: int) -> tuple[str, int]:
     _start(rank, 2, "env://")
     host, port = rpc.api.current_agent()._own_entry.tcp
     _ring(rank, 2)
@@ -191,12 +191,12 @@ def test_port_range_and_interface() -> None:
     base = free_port()
     low, high = base, min(base + 20, 65535)
     env = {"FARPROP_PORT_RANGE": f"{low}-{high}", "FARPROP_INTERFACE": "lo", "FARPROP_TRANSPORT": "tcp"}
-    places = run_workers(_listens_where, 2, env=env)
+    places = run_workers(_listening_address, 2, env=env)
     assert len(set(places)) == 2
     for host, port in places:
         assert host == "127.0.0.1"
         assert low <= port <= high
-    for host, _ in run_workers(_listens_where, 2):
+    for host, _ in run_workers(_listening_address, 2):
         assert host == "127.0.0.1"  # a local job is not reachable from outside
 
 
@@ -237,7 +237,7 @@ def _no_free_port(rank: int, port: int) -> str:
     return str(caught.value)
 
 
-def test_a_full_port_range_is_said() -> None:
+def test_a_full_port_range_is_an_error() -> None:
     assert "Widen the range" in run_workers(_no_free_port, 1, (free_port(),))[0]
 
 
@@ -273,7 +273,7 @@ def _wait_for(path: Path) -> None:
         time.sleep(0.002)
 
 
-def test_workers_come_and_go() -> None:
+def test_workers_join_and_leave() -> None:
     with tempfile.TemporaryDirectory() as directory:
         everyone = ["worker0", "worker1", "worker2"]
         assert run_workers(_dynamic, 3, (f"{directory}/meet",)) == [everyone] * 3

@@ -1,4 +1,4 @@
-"""``shutdown``: graceful, immediate, missing; and with workers that die."""
+"""``shutdown``: graceful, immediate, not called at all, and with workers that die."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _leave_work_behind(rank: int) -> list[int]:
     return list(f.ran)
 
 
-def test_graceful_waits_for_work_that_makes_more_work() -> None:
+def test_graceful_shutdown_waits_for_calls_that_make_more_calls() -> None:
     results = run_workers(_leave_work_behind, 3)
     assert sorted(hop for result in results for hop in result) == list(range(61))
 
@@ -54,7 +54,7 @@ def _open_the_gate_a_little_later() -> None:
     threading.Timer(0.3, f.open_gate).start()
 
 
-def test_graceful_waits_for_slow_functions() -> None:
+def test_graceful_shutdown_waits_for_slow_functions() -> None:
     assert run_workers(_slow_work, 2, check=False) == [[], ["done"]]
 
 
@@ -64,7 +64,7 @@ def _init_and_stop(rank: int) -> None:
         rpc.shutdown()
 
 
-def test_start_and_stop_without_a_call_in_between() -> None:
+def test_init_and_shutdown_without_a_call() -> None:
     run_workers(_init_and_stop, 2)
 
 
@@ -74,7 +74,7 @@ def _stop_at_once(rank: int) -> str:
         f.gate.wait(20)
         rpc.shutdown(graceful=False)
         return "gone"
-    future = rpc.rpc_async("worker1", _say_that_it_runs)
+    future = rpc.rpc_async("worker1", _note_running)
     rpc.rpc_sync("worker1", f.open_gate)
     with pytest.raises(ConnectionLostError, match="worker1"):
         future.wait()
@@ -88,15 +88,15 @@ def _stop_at_once(rank: int) -> str:
     return "told"
 
 
-def _say_that_it_runs() -> None:
+def _note_running() -> None:
     time.sleep(3)
 
 
-def test_ungraceful_is_immediate_and_open_calls_fail() -> None:
+def test_ungraceful_shutdown_is_immediate_and_pending_calls_fail() -> None:
     assert run_workers(_stop_at_once, 2, check=False) == ["told", "gone"]
 
 
-def _bounded(rank: int) -> str:
+def _shut_down_with_timeout(rank: int) -> str:
     _start(rank)
     if rank == 1:
         time.sleep(1.0)
@@ -110,11 +110,11 @@ def _bounded(rank: int) -> str:
     return "did not wait"
 
 
-def test_a_graceful_shutdown_with_a_timeout_is_bounded_and_stops_all_the_same() -> None:
-    assert run_workers(_bounded, 2) == ["did not wait", "late"]
+def test_a_graceful_shutdown_that_times_out_still_stops_the_worker() -> None:
+    assert run_workers(_shut_down_with_timeout, 2) == ["did not wait", "late"]
 
 
-def test_a_worker_that_died_does_not_keep_the_others_waiting() -> None:
+def test_shutdown_does_not_wait_for_a_dead_worker() -> None:
     with cluster(3) as c:
         handles = [c.start(rank, _shutdown_error) for rank in (0, 2)]
         c.kill(1)
@@ -130,7 +130,7 @@ def _shutdown_error() -> str:
     return "no error"
 
 
-# Exits. A real interpreter exit, with everything torn down, is part of these.
+# Exits. These tests include a real exit of the interpreter.
 
 
 def _exit_with_open_calls(rank: int) -> None:
@@ -139,7 +139,7 @@ def _exit_with_open_calls(rank: int) -> None:
         for _ in range(50):
             rpc.rpc_async("worker1", f.identity, args=(torch.ones(1000),))
         rpc.rpc_async("worker1", f.wait_for_gate)
-    # and no shutdown
+    # no shutdown
 
 
 def test_exiting_without_shutdown_neither_hangs_nor_crashes() -> None:
@@ -154,7 +154,7 @@ def _exit_with_unawaited_failures(rank: int) -> None:
     gc.collect()
 
 
-def test_exiting_with_futures_nobody_waited_for() -> None:
+def test_exiting_with_unawaited_futures() -> None:
     run_workers(_exit_with_unawaited_failures, 2, full_exit=True)
 
 
@@ -171,7 +171,7 @@ def _interrupted(rank: int) -> str:
     return "went on"
 
 
-def test_ctrl_c_during_a_call_and_the_worker_goes_on() -> None:
+def test_a_worker_goes_on_after_ctrl_c_during_a_call() -> None:
     assert run_workers(_interrupted, 2, check=False) == ["went on", "served"]
 
 
@@ -192,7 +192,7 @@ def _forked(rank: int) -> int:
     return code
 
 
-def test_a_forked_child_is_not_a_worker_and_its_parent_still_is() -> None:
+def test_a_forked_child_is_not_a_worker_but_its_parent_still_is() -> None:
     assert run_workers(_forked, 2) == [7, 0]
 
 
@@ -203,7 +203,7 @@ def _cpu_seconds() -> float:
 
 def _idle() -> float:
     rpc.rpc_sync("worker1", f.noop)
-    # What is measured is the absence of something, so there is nothing to wait for but time.
+    # The test measures that nothing happens, so it can only sleep.
     time.sleep(0.3)
     before = _cpu_seconds()
     time.sleep(1.0)

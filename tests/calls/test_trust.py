@@ -29,13 +29,13 @@ from tests.support.peers import dial_as, hangs_up, own_entry, own_keys, receive
 from tests.support.raw_messages import pack
 from tests.support.workers import Cluster, cluster, run_workers
 
-pytestmark = pytest.mark.one_transport  # it chooses its own
+pytestmark = pytest.mark.one_transport  # these tests choose theirs
 
 SECRET = "a-long-secret-for-the-tests-0123456789"
 OTHER = "another-long-secret-for-tests-9876543210"
 
 
-def _start_or_say(rank: int, timeout: float = 10) -> str:
+def _start_or_error(rank: int, timeout: float = 10) -> str:
     try:
         rpc.init_rpc(
             f"worker{rank}",
@@ -55,32 +55,32 @@ def test_a_secret_from_the_environment_or_a_file(tmp_path: Path) -> None:
     file.write_text(SECRET + "\n")
     file.chmod(0o600)
     env = [{"FARPROP_SECRET": SECRET}, {"FARPROP_SECRET_FILE": str(file)}]
-    assert run_workers(_start_or_say, 2, env=env) == ["worker1", "worker0"]
+    assert run_workers(_start_or_error, 2, env=env) == ["worker1", "worker0"]
     file.chmod(0o644)
-    (text,) = set(run_workers(_start_or_say, 2, env={"FARPROP_SECRET_FILE": str(file)}))
+    (text,) = set(run_workers(_start_or_error, 2, env={"FARPROP_SECRET_FILE": str(file)}))
     assert f"chmod 600 {file}" in text
 
 
-def test_different_secrets_are_refused_on_both() -> None:
-    texts = run_workers(_start_or_say, 2, env=[{"FARPROP_SECRET": SECRET}, {"FARPROP_SECRET": OTHER}])
+def test_different_secrets_are_refused_on_both_workers() -> None:
+    texts = run_workers(_start_or_error, 2, env=[{"FARPROP_SECRET": SECRET}, {"FARPROP_SECRET": OTHER}])
     assert all("worker0 and worker1 have different secrets" in text for text in texts)
-    texts = run_workers(_start_or_say, 2, env=[{"FARPROP_SECRET": SECRET}, {}])
+    texts = run_workers(_start_or_error, 2, env=[{"FARPROP_SECRET": SECRET}, {}])
     assert all("worker1 has no FARPROP_SECRET" in text for text in texts)
 
 
-def test_workers_that_share_no_place_to_find_a_secret_are_told_to_set_one(tmp_path: Path) -> None:
+def test_workers_without_a_common_secret_directory_are_told_to_set_a_secret(tmp_path: Path) -> None:
     """Each worker makes a secret of its own, as on different hosts."""
     env = []
     for rank in range(2):
         place = tmp_path / str(rank)
         place.mkdir(mode=0o700)
         env.append({"XDG_RUNTIME_DIR": str(place)})
-    for text in run_workers(_start_or_say, 2, env=env):
+    for text in run_workers(_start_or_error, 2, env=env):
         assert "share no secret" in text
         assert "FARPROP_SECRET" in text
         assert "secrets.token_hex(32)" in text
     both = [{**e, "FARPROP_INSECURE": "1"} for e in env]
-    assert run_workers(_start_or_say, 2, env=both) == ["worker1", "worker0"]
+    assert run_workers(_start_or_error, 2, env=both) == ["worker1", "worker0"]
 
 
 def _secret_files() -> list[tuple[str, int]]:
@@ -88,16 +88,16 @@ def _secret_files() -> list[tuple[str, int]]:
     return [(name, (directory / name).stat().st_mode & 0o777) for name in os.listdir(directory)]
 
 
-def test_the_found_secret_is_private_and_gone_when_all_have_joined(tmp_path: Path) -> None:
+def test_the_secret_file_is_deleted_when_all_have_joined(tmp_path: Path) -> None:
     with cluster(2, env={"XDG_RUNTIME_DIR": str(tmp_path)}) as c:
         assert c.run(0, _secret_files) == []
 
 
-def test_a_directory_that_others_can_enter_is_refused(tmp_path: Path) -> None:
+def test_a_secret_directory_that_others_can_enter_is_refused(tmp_path: Path) -> None:
     place = tmp_path / "farprop"
     place.mkdir()
     place.chmod(0o755)
-    (text,) = set(run_workers(_start_or_say, 2, env={"XDG_RUNTIME_DIR": str(tmp_path)}))
+    (text,) = set(run_workers(_start_or_error, 2, env={"XDG_RUNTIME_DIR": str(tmp_path)}))
     assert "not a directory of this user alone" in text
 
 
@@ -125,7 +125,7 @@ def _connect(c: Cluster, kind: str) -> socket.socket:
     return connection
 
 
-def _serves(c: Cluster) -> None:
+def _check_calls(c: Cluster) -> None:
     assert c.run(1, rpc.rpc_sync, "worker0", f.add, (1,)) == 2
     assert c.run(0, rpc.rpc_sync, "worker1", f.add, (1,)) == 2
 
@@ -141,7 +141,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
-def test_nothing_is_unpickled_before_the_proof(kind: str, tmp_path: Path) -> None:
+def test_nothing_is_unpickled_before_the_handshake_is_done(kind: str, tmp_path: Path) -> None:
     import pickle
 
     path = tmp_path / "boom"
@@ -149,7 +149,7 @@ def test_nothing_is_unpickled_before_the_proof(kind: str, tmp_path: Path) -> Non
     request = pack(REQUEST, 0, 1, 0.0, b"builtins:print", bomb)
     hello = DialerHandshake(b"wrong key" * 4, b"worker1", b"worker0", b"unix", os.urandom(32)).start()
     with cluster(2) as c:
-        # The last bytes take away any hope that more might make sense of it.
+        # The flood at the end exceeds any message of a handshake, so the acceptor need not wait for more.
         flood = b"\xff" * 2000
         for data in (request, bomb, hello + request + flood, hello + b"\0" * 32 + b"\x05\0evil!" + request + flood):
             with _connect(c, kind) as connection:
@@ -158,11 +158,11 @@ def test_nothing_is_unpickled_before_the_proof(kind: str, tmp_path: Path) -> Non
                 except ConnectionError:
                     continue
                 assert hangs_up(connection)
-        _serves(c)
+        _check_calls(c)
     assert not path.exists()
 
 
-def test_who_knows_the_secret_but_is_not_of_the_group_is_refused() -> None:
+def test_a_peer_with_the_secret_that_is_not_in_the_roster_is_refused() -> None:
     with cluster(2) as c:
         keys, entry, other = c.run(0, own_keys), c.run(0, own_entry), c.run(1, own_entry).identity
         for stranger in (
@@ -174,24 +174,24 @@ def test_who_knows_the_secret_but_is_not_of_the_group_is_refused() -> None:
             for kind in ("tcp", "unix"):
                 with pytest.raises(AuthenticationError, match="not a worker of this group"):
                     dial_as(stranger, keys, entry, kind)
-        _serves(c)
+        _check_calls(c)
 
 
-def test_a_dial_that_means_another_worker_is_refused() -> None:
+def test_a_dialer_that_expects_another_worker_is_refused() -> None:
     """The address of a worker leads to another worker of the same job."""
     with cluster(2) as c:
         keys, entry, other = c.run(0, own_keys), c.run(0, own_entry), c.run(1, own_entry)
-        for meant in (
+        for expected in (
             dataclasses.replace(other, tcp=entry.tcp),
             dataclasses.replace(entry, instance="before"),
             dataclasses.replace(entry, rank=1),
         ):
             with pytest.raises(WrongPeerError, match="worker0"):
-                dial_as(other.identity, keys, meant)
-        _serves(c)
+                dial_as(other.identity, keys, expected)
+        _check_calls(c)
 
 
-def test_broken_frames_of_a_proven_peer_close_its_connection_alone() -> None:
+def test_broken_frames_of_an_authenticated_peer_close_only_its_connection() -> None:
     with cluster(2) as c:
         keys, entry, identity = c.run(0, own_keys), c.run(0, own_entry), c.run(1, own_entry).identity
         good = pack(REQUEST, 0, 1, 0.0, b"builtins:abs", b"\x80\x05K\x01\x85}\x86.")
@@ -201,22 +201,22 @@ def test_broken_frames_of_a_proven_peer_close_its_connection_alone() -> None:
             struct.pack("<BBHHHQdQ", REQUEST, 0, 0, 0, 0, 1, 0.0, 1 << 62),
             struct.pack("<BBHHHQdQ", REQUEST, 0, 1, 0, 0, 1, 0.0, 0) + struct.pack("<QQ", 1 << 62, 0),
             pack(REQUEST, 0, 1, 0.0, b"", b"", [(100, 77)]),  # a segment that was never passed
-            pack(REQUEST, 0, 1, 0.0, b"", b"", (), [5]),  # gives back what it does not have
-            pack(2, 0, 1, 0.0, b"", b"x"),  # an answer to nothing
+            pack(REQUEST, 0, 1, 0.0, b"", b"", (), [5]),  # returns a segment that it does not have
+            pack(2, 0, 1, 0.0, b"", b"x"),  # an answer without a request
         ]
         before = c.run(0, _rss)
         for data in broken:
             with closing(dial_as(identity, keys, entry)) as connection:
                 connection.sendall(data)
                 assert hangs_up(connection), data
-        # Truncated: the peer goes away in the middle of a frame.
+        # The peer closes the connection in the middle of a frame.
         with closing(dial_as(identity, keys, entry, "unix")) as connection:
             connection.sendall(good[:-3])
-        _serves(c)
+        _check_calls(c)
         assert c.run(0, _rss) - before < 100 << 20
 
 
-def test_a_bad_pickle_of_a_proven_peer_is_an_answer_not_a_crash() -> None:
+def test_a_bad_pickle_of_an_authenticated_peer_is_answered_with_a_failure() -> None:
     with cluster(2) as c:
         keys, entry, identity = c.run(0, own_keys), c.run(0, own_entry), c.run(1, own_entry).identity
         with closing(dial_as(identity, keys, entry)) as connection:
@@ -227,7 +227,7 @@ def test_a_bad_pickle_of_a_proven_peer_is_an_answer_not_a_crash() -> None:
             ):
                 connection.sendall(pack(REQUEST, 0, 1, 0.0, name, meta))
                 assert receive(connection)[0] == 3  # a FAILURE frame
-        _serves(c)
+        _check_calls(c)
 
 
 @settings(
@@ -250,12 +250,12 @@ def _fuzz(c: Cluster, addresses: Any, data: bytes, valid: int, kind: str) -> Non
             pass
 
 
-def test_raw_bytes_on_a_live_port() -> None:
+def test_random_bytes_on_a_live_port_do_no_harm() -> None:
     with cluster(2) as c:
         addresses = c.run(0, _addresses)
         before = c.run(0, _rss)
         _fuzz(c, addresses)
-        _serves(c)
+        _check_calls(c)
         assert c.run(0, _rss) - before < 50 << 20
 
 
@@ -266,7 +266,7 @@ def test_floods_of_connections_and_of_bytes_are_capped() -> None:
         held = []
         for _ in range(400):
             held.append(socket.create_connection(tcp))
-        _serves(c)
+        _check_calls(c)
         flood = _connect(c, "tcp")
         with flood:
             try:
@@ -276,15 +276,15 @@ def test_floods_of_connections_and_of_bytes_are_capped() -> None:
                 pass
             else:
                 raise AssertionError("nobody hung up")
-        _serves(c)
-        assert c.run(0, _unproven) <= 256
+        _check_calls(c)
+        assert c.run(0, _pending_handshakes) <= 256
         assert c.run(0, _rss) - before < 50 << 20
         for connection in held:
             connection.close()
         deadline = time.monotonic() + 20
-        while c.run(0, _unproven):
+        while c.run(0, _pending_handshakes):
             assert time.monotonic() < deadline
 
 
-def _unproven() -> int:
+def _pending_handshakes() -> int:
     return len(current_agent()._accepted._acceptor._pending)

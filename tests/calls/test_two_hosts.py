@@ -18,7 +18,7 @@ from tests.references.looking import wait_until
 from tests.support.hosts import Hosts
 from tests.support.workers import cluster, run_workers
 
-pytestmark = pytest.mark.one_transport  # it chooses its own
+pytestmark = pytest.mark.one_transport  # these tests choose theirs
 
 _began = threading.Event()
 
@@ -59,21 +59,21 @@ def test_hosts_without_a_secret_refuse_and_say_how_to_set_one(hosts: Hosts, tmp_
     run_workers(_refused, 2, (), environments, check=False)
 
 
-# A cable is cut. The promise of calls is their deadline; the connection survives if the cable is mended.
+# A cable is cut. Calls end at their deadlines; the connection survives if the cable is mended.
 
 
-def _hold() -> str:
+def _wait_in_the_callee() -> str:
     _began.set()
     return f.wait_for_gate()
 
 
-def _await_hold() -> None:
+def _wait_until_begun() -> None:
     assert _began.wait(30)
 
 
 def _call(timeout: float) -> None:
     with pytest.raises(RpcTimeoutError, match="worker1"):
-        rpc.rpc_sync("worker1", _hold, timeout=timeout)
+        rpc.rpc_sync("worker1", _wait_in_the_callee, timeout=timeout)
 
 
 def _more_calls() -> None:
@@ -90,16 +90,16 @@ def _name(timeout: float) -> Any:
     return rpc.rpc_sync("worker1", f.own_name, timeout=timeout)
 
 
-def test_cut_in_the_middle_of_a_call(hosts: Hosts) -> None:
+def test_a_cut_during_a_call(hosts: Hosts) -> None:
     with cluster(2, hosts.environments([0, 1])) as job:
         call = job.start(0, _call, 5)
-        job.run(1, _await_hold)
+        job.run(1, _wait_until_begun)
         hosts.cut(1)
         call.result()
         job.run(0, _more_calls)
         hosts.mend(1)
         job.run(1, f.open_gate)
-        # TCP sends again what was lost, after a while.
+        # TCP retransmits after a while.
         assert job.run(0, _name, 50) == "worker1"
 
 
@@ -111,10 +111,10 @@ def _send_until_cut() -> None:
             _began.set()
 
 
-def test_cut_in_the_middle_of_tensors(hosts: Hosts) -> None:
+def test_a_cut_while_tensors_are_sent(hosts: Hosts) -> None:
     with cluster(2, hosts.environments([0, 1])) as job:
         sending = job.start(0, _send_until_cut)
-        job.run(0, _await_hold)
+        job.run(0, _wait_until_begun)
         hosts.cut(1)
         sending.result()
         hosts.mend(1)
@@ -131,7 +131,7 @@ def _failing_pass() -> None:
         assert not autograd.get_gradients(context_id)
 
 
-def test_cut_in_the_middle_of_a_backward_pass(hosts: Hosts) -> None:
+def test_a_cut_during_a_backward_pass(hosts: Hosts) -> None:
     with cluster(2, hosts.environments([0, 1])) as job:
         failing = job.start(0, _failing_pass)
         wait_until(lambda: job.run(1, g.was_reached, "cut"))
@@ -140,7 +140,7 @@ def test_cut_in_the_middle_of_a_backward_pass(hosts: Hosts) -> None:
         hosts.mend(1)
         job.run(1, g.open_gate, "cut")
         job.run(0, _pass)
-        # The failed pass is cleaned up on the other host, too, now that it can be told.
+        # Now that the other host is reachable, it cleans up the failed pass, too.
         for rank in range(2):
             job.run(rank, g.no_contexts_left)
 
@@ -150,7 +150,7 @@ def _shut_down() -> None:
         rpc.shutdown(timeout=2)
 
 
-def test_shutdown_after_a_cut_takes_no_longer_than_it_may(hosts: Hosts) -> None:
+def test_shutdown_after_a_cut_ends_at_its_timeout(hosts: Hosts) -> None:
     """The same holds for a worker that has to dial the other one first."""
     with cluster(2, hosts.environments([0, 1])) as job:
         hosts.cut(1)

@@ -26,7 +26,7 @@ def _sizes() -> None:
         assert rpc.rpc_sync("worker1", f.identity, args=(data,)) == data, size
 
 
-def test_all_sizes(env: dict[str, str]) -> None:
+def test_tensors_of_all_sizes(env: dict[str, str]) -> None:
     with cluster(2, env) as c:
         c.run(0, _sizes)
 
@@ -69,7 +69,7 @@ def _drop_kept() -> None:
     gc.collect()
 
 
-def _received_memory_is_never_reused_while_held() -> None:
+def _keep_received_tensors() -> None:
     for i in range(20):
         rpc.rpc_sync("worker1", _keep, args=(torch.full((MIB // 4,), float(i)),))
     assert rpc.rpc_sync("worker1", _kept_sums) == [float(i) * MIB / 4 for i in range(20)]
@@ -79,9 +79,9 @@ def _received_memory_is_never_reused_while_held() -> None:
     assert [float(r[-1]) for r in results] == list(range(20))
 
 
-def test_tensors_that_are_kept_stay_what_they_were(env: dict[str, str]) -> None:
+def test_kept_tensors_do_not_change(env: dict[str, str]) -> None:
     with cluster(2, env) as c:
-        c.run(0, _received_memory_is_never_reused_while_held)
+        c.run(0, _keep_received_tensors)
 
 
 def _pool_is_reused_and_limited() -> None:
@@ -94,11 +94,11 @@ def _pool_is_reused_and_limited() -> None:
         rpc.rpc_sync("worker1", f.identity, args=(torch.rand(size * MIB // 4),))
     assert agent._pool.free_bytes <= 10 * MIB
     agent._pool.validate()
-    # What was dropped here is unmapped at the other worker.
+    # Segments that were dropped here are unmapped on the other worker.
     assert rpc.rpc_sync("worker1", _mapped_bytes) < 60 * MIB
 
 
-def _hold_and_let_go() -> None:
+def _receive_and_drop() -> None:
     held = [rpc.rpc_sync("worker1", torch.zeros, args=(4 * MIB,)) for _ in range(4)]
     assert rpc.rpc_sync("worker1", _lent_bytes) >= 64 * MIB
     held.clear()
@@ -108,7 +108,7 @@ def _lent_bytes() -> int:
     return sum(connection.sender.lent_bytes for connection in current_agent()._accepted.all())
 
 
-def _until_little_is_lent() -> None:
+def _wait_until_segments_are_returned() -> None:
     deadline = time.monotonic() + 20
     while _lent_bytes() > 16 * MIB:
         assert time.monotonic() < deadline, _lent_bytes()
@@ -116,10 +116,10 @@ def _until_little_is_lent() -> None:
 
 
 @pytest.mark.one_transport
-def test_what_is_let_go_is_given_back_without_another_call() -> None:
+def test_dropped_segments_are_returned_without_another_call() -> None:
     with cluster(2) as c:
-        c.run(0, _hold_and_let_go)
-        c.run(1, _until_little_is_lent)
+        c.run(0, _receive_and_drop)
+        c.run(1, _wait_until_segments_are_returned)
 
 
 def _mapped_bytes() -> int:
@@ -150,7 +150,7 @@ def _no_memory() -> None:
 
 
 @pytest.mark.one_transport
-def test_without_shared_memory_the_socket_carries_it() -> None:
+def test_tensors_go_over_the_socket_without_shared_memory() -> None:
     with cluster(2) as c:
         c.run(0, _no_memory)
 
@@ -170,7 +170,7 @@ def test_a_message_over_the_limit_is_refused_on_either_side(env: dict[str, str])
         c.run(0, _too_large)
 
 
-def _grad_survives() -> None:
+def _requires_grad_is_kept() -> None:
     leaf = torch.rand(3, requires_grad=True)
     got = rpc.rpc_sync("worker1", f.identity, args=(leaf,))
     assert got.requires_grad
@@ -181,6 +181,6 @@ def _grad_survives() -> None:
     assert isinstance(parameter, torch.nn.Parameter)
 
 
-def test_requires_grad_survives(env: dict[str, str]) -> None:
+def test_requires_grad_is_kept(env: dict[str, str]) -> None:
     with cluster(2, env) as c:
-        c.run(0, _grad_survives)
+        c.run(0, _requires_grad_is_kept)
