@@ -31,7 +31,7 @@ def _shared(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 @pytest.fixture
 def workers(_shared: Cluster) -> Iterator[Cluster]:
-    """Workers 0, 1 and 2, with nothing left of the tests before."""
+    """Workers 0, 1 and 2, without anything left from earlier tests."""
     yield _shared
     all_empty(_shared)
 

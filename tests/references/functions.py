@@ -41,7 +41,7 @@ def give(key: str) -> Any:
 
 
 def keep_some(owner: str, other: str) -> None:
-    """References to a thing, to a number and to a value that is never made, on ``owner``; the second is passed on."""
+    """Keep references to a thing, a number and a value that is never made, on ``owner``; pass on the second."""
     kept["value"] = rpc.remote(owner, Thing, args=("kept",))
     kept["number"] = rpc.remote(owner, calls.add, args=(1,))
     assert kept["number"].to_here() == 2
@@ -54,7 +54,7 @@ def open_gate(name: str) -> None:
 
 
 def at_gate(name: str, value: Any = None) -> Any:
-    """Waits until the gate is opened."""
+    """Return the value when the gate is opened."""
     assert gates[name].wait(30), f"nobody opened {name}"
     return value
 
@@ -81,7 +81,7 @@ class Thing:
         self.inner = inner
         self.lock = threading.Lock()
         self.count = 0
-        self.double = lambda x: 2 * x  # callable, and of the instance alone
+        self.double = lambda x: 2 * x  # a callable that only the instance has
         Thing.alive.add(self)
 
     def plus(self, n: int, times: int = 1) -> int:

@@ -60,10 +60,10 @@ def drop_all() -> None:
 
 def all_empty(job: Cluster, ranks: Iterable[int] = range(3)) -> None:
     """Wait until no worker has references."""
-    # First everywhere, because a cycle on one worker may hold a value of another: tracebacks make such.
+    # First on all workers, because a cycle on one (tracebacks make such) may hold a value of another.
     for rank in ranks:
         job.run(rank, gc.collect)
-    # A table may be filled again by what another worker still does, so all of them are looked at twice.
+    # What another worker still does may fill a table again, so check all workers twice.
     for _ in range(2):
         for rank in ranks:
             job.run(rank, become_empty)

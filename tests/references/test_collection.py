@@ -18,12 +18,12 @@ from tests.references.looking import owned, wait_until
 from tests.support.workers import Cluster
 
 
-def _gone(worker: str, name: str) -> None:
+def _wait_until_freed(worker: str, name: str) -> None:
     """Wait until the things with this name are freed, without the help of the cycle collector."""
     wait_until(lambda: rpc.rpc_sync(worker, g.things, args=(name,)) == 0, f"no {name} on {worker}")
 
 
-def _without_the_collector(body: Any, *args: Any) -> None:
+def _without_cycle_collector(body: Any, *args: Any) -> None:
     gc.disable()
     try:
         body(*args)
@@ -42,7 +42,7 @@ def _last_reference() -> None:
     del rref
     assert other.rpc_sync().plus(1) == 2
     del other
-    _gone("worker1", "last")
+    _wait_until_freed("worker1", "last")
     assert rpc.rpc_sync("worker1", rpc.live_references) == []
     assert rpc.rpc_sync("worker1", rpc._rref_context_get_debug_info)["num_owner_rrefs"] == "0"
 
@@ -56,30 +56,30 @@ def _owner_and_user() -> None:
     assert thing() is not None
     rpc.rpc_sync("worker1", g.let_go, args=("mine",))
     wait_until(lambda: thing() is None)
-    # In the other order.
+    # The user drops it first.
     mine = rpc.RRef(g.Thing("mine"))
     thing = weakref.ref(mine.local_value())
     rpc.rpc_sync("worker1", f.identity, args=(mine,))
     wait_until(lambda: owned() == 0)
     assert mine.local_value() is thing()
     del mine
-    wait_until(lambda: thing() is None)  # the thread that freed it may still have it in hand
+    wait_until(lambda: thing() is None)  # the thread that frees it may still refer to it
 
 
-def _before_it_has_run() -> None:
+def _dropped_before_the_call_runs() -> None:
     rref = rpc.remote("worker1", g.gated_thing, args=("dropped", "dropped early"))
     del rref
     rpc.rpc_sync("worker1", g.open_gate, args=("dropped",))
     wait_until(lambda: "dropped early" in rpc.rpc_sync("worker1", g.noted))  # it did run
-    _gone("worker1", "dropped early")
-    # To oneself.
+    _wait_until_freed("worker1", "dropped early")
+    # On the own worker.
     rpc.remote("worker0", g.gated_thing, args=("dropped here", "dropped here"))
     g.open_gate("dropped here")
     wait_until(lambda: "dropped here" in g.ran)
     wait_until(lambda: g.things("dropped here") == 0)
 
 
-def _holds_others() -> None:
+def _value_with_references() -> None:
     inner = rpc.remote("worker2", g.Thing, args=("inner",))
     outer = rpc.remote("worker1", g.Thing, args=("outer", [inner]))
     outer.rpc_sync().plus(1)
@@ -87,11 +87,11 @@ def _holds_others() -> None:
     assert rpc.rpc_sync("worker2", g.things, args=("inner",)) == 1
     # and a cycle that the collector of one worker can see
     outer.rpc_sync().set_inner([g.Chain(rpc.remote("worker2", g.Thing, args=("in a chain",)))])
-    _gone("worker2", "inner")
+    _wait_until_freed("worker2", "inner")
     assert rpc.rpc_sync("worker2", g.things, args=("in a chain",)) == 1
     del outer
-    _gone("worker1", "outer")
-    _gone("worker2", "in a chain")
+    _wait_until_freed("worker1", "outer")
+    _wait_until_freed("worker2", "in a chain")
 
 
 def _failed_uses() -> None:
@@ -107,17 +107,24 @@ def _failed_uses() -> None:
         raise AssertionError(f"{use} did not raise")
 
 
-def _failed_uses_are_gone() -> None:
+def _failed_uses_keep_nothing() -> None:
     _failed_uses()
-    _gone("worker1", "failed uses")
+    _wait_until_freed("worker1", "failed uses")
     wait_until(lambda: rpc.rpc_sync("worker1", owned) == 0)
 
 
 @pytest.mark.parametrize(
-    "body", [_last_reference, _owner_and_user, _before_it_has_run, _holds_others, _failed_uses_are_gone]
+    "body",
+    [
+        _last_reference,
+        _owner_and_user,
+        _dropped_before_the_call_runs,
+        _value_with_references,
+        _failed_uses_keep_nothing,
+    ],
 )
-def test_freed_with_the_last_reference(workers: Cluster, body: Any) -> None:
-    workers.run(0, _without_the_collector, body)
+def test_a_value_is_freed_with_its_last_reference(workers: Cluster, body: Any) -> None:
+    workers.run(0, _without_cycle_collector, body)
 
 
 @rpc.functions.async_execution
@@ -139,10 +146,10 @@ def _failed_futures_on_the_callee() -> None:
         with pytest.raises(RuntimeError, match="with a thing"):
             call()
     rpc.rpc_sync("worker1", gc.collect)  # the function itself makes a cycle
-    _gone("worker1", "failed future")
+    _wait_until_freed("worker1", "failed future")
 
 
-def test_a_future_that_failed_does_not_stay_on_the_callee(workers: Cluster) -> None:
+def test_a_failed_future_is_freed_on_the_callee(workers: Cluster) -> None:
     workers.run(0, _failed_futures_on_the_callee)
 
 
@@ -161,13 +168,13 @@ def _drop_ten_thousand() -> tuple[int, int]:
     return plan.counts["delay RREF_USER_DELETE"], plan.counts.total()
 
 
-def test_ten_thousand_dropped_references_are_a_handful_of_messages(workers: Cluster) -> None:
+def test_ten_thousand_dropped_references_take_a_few_messages(workers: Cluster) -> None:
     deletes, all_of_them = workers.run(0, _drop_ten_thousand)
     assert deletes == all_of_them
     assert 3 <= deletes < 100
 
 
-def _made_and_dropped_one_by_one() -> int:
+def _make_and_drop_one_by_one() -> int:
     with faults.inject() as plan:
         plan.delay(0.0, types=["RREF_USER_DELETE"])
         for i in range(2000):
@@ -176,11 +183,11 @@ def _made_and_dropped_one_by_one() -> int:
     return plan.counts.total()
 
 
-def test_references_that_are_dropped_at_once_go_in_batches(workers: Cluster) -> None:
-    assert workers.run(0, _made_and_dropped_one_by_one) < 500
+def test_deletes_of_references_are_batched(workers: Cluster) -> None:
+    assert workers.run(0, _make_and_drop_one_by_one) < 500
 
 
-def _from_many_threads() -> None:
+def _drop_from_many_threads() -> None:
     many = rpc.rpc_sync("worker1", _own_many, args=(4000,))
     start = threading.Barrier(8)
 
@@ -200,11 +207,11 @@ def _from_many_threads() -> None:
     wait_until(lambda: rpc.rpc_sync("worker1", owned) == 0)
 
 
-def test_dropped_by_many_threads_at_once(workers: Cluster) -> None:
-    workers.run(0, _from_many_threads)
+def test_many_threads_can_drop_references_at_once(workers: Cluster) -> None:
+    workers.run(0, _drop_from_many_threads)
 
 
-def _in_callbacks() -> None:
+def _drop_in_callbacks() -> None:
     held = [rpc.remote("worker1", g.Thing, args=("callback",)) for _ in range(50)]
     futures = [rref.rpc_async().plus(i) for i, rref in enumerate(held)]
     done = []
@@ -214,11 +221,11 @@ def _in_callbacks() -> None:
     wait_until(lambda: len(done) == 50)
     del future, futures
     rpc.rpc_async("worker1", f.noop).then(lambda _: done.clear()).wait()
-    _gone("worker1", "callback")
+    _wait_until_freed("worker1", "callback")
 
 
-def test_dropped_inside_callbacks(workers: Cluster) -> None:
-    workers.run(0, _in_callbacks)
+def test_references_can_be_dropped_in_callbacks(workers: Cluster) -> None:
+    workers.run(0, _drop_in_callbacks)
 
 
 class Holder:
@@ -232,9 +239,9 @@ class Holder:
         self.rref = None
 
 
-def _at_any_moment() -> None:
+def _drop_at_any_moment() -> None:
     before = gc.get_threshold()
-    gc.set_threshold(20)  # so that it runs in the midst of farprop's own code
+    gc.set_threshold(20)  # so that it runs in the middle of farprop's own code
     try:
         for i in range(300):
             Holder(rpc.remote("worker1", f.add, args=(i,)))
@@ -246,5 +253,5 @@ def _at_any_moment() -> None:
     wait_until(lambda: rpc.rpc_sync("worker1", owned) == 0)
 
 
-def test_dropped_by_the_collector_of_cycles(workers: Cluster) -> None:
-    workers.run(0, _at_any_moment)
+def test_the_cycle_collector_can_drop_references(workers: Cluster) -> None:
+    workers.run(0, _drop_at_any_moment)

@@ -36,7 +36,7 @@ def _every_use_raises(rref: Any) -> None:
             use()
 
 
-def _end(path: str) -> None:
+def _shut_down_soon(path: str) -> None:
     """A graceful shutdown, which has to end soon."""
     g.kept.clear()
     become_empty()
@@ -54,38 +54,38 @@ def _leaver(path: str, graceful: bool) -> None:
     if graceful:
         rpc.shutdown(timeout=10)
     else:
-        # The store knows that it has left; then worker0 asks who is there; then the connections close.
+        # First the store learns that it has left, then worker0 refreshes, then the connections close.
         current_agent().leave()
         assert rpc.rpc_sync("worker0", _refresh) == ["worker0"]
         rpc.shutdown(graceful=False)
     Path(f"{path}.left").touch()
 
 
-def _holder_of_what_has_left(path: str) -> None:
+def _hold_reference_to_leaver(path: str) -> None:
     _start(0, path)
     Path(f"{path}.0").touch()
     _wait_for(f"{path}.left")
     wait_until(lambda: g.kept_state("left") == g.kept_state("unused") == "VOID")
     validate()
     _every_use_raises(g.kept["left"])
-    _end(f"{path}.end")
+    _shut_down_soon(f"{path}.end")
 
 
-def _one_leaves(rank: int, path: str, graceful: bool) -> None:
+def _leave_or_hold(rank: int, path: str, graceful: bool) -> None:
     if rank == 0:
-        _holder_of_what_has_left(path)
+        _hold_reference_to_leaver(path)
     else:
         _leaver(path, graceful)
 
 
 @pytest.mark.one_transport
 @pytest.mark.parametrize("graceful", [True, False])
-def test_a_worker_leaves_while_another_holds_its_reference(transport: str, graceful: bool) -> None:
+def test_references_to_a_worker_that_has_left_are_void(transport: str, graceful: bool) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        run_workers(_one_leaves, 2, (f"{directory}/meet", graceful), {"FARPROP_TRANSPORT": transport})
+        run_workers(_leave_or_hold, 2, (f"{directory}/meet", graceful), {"FARPROP_TRANSPORT": transport})
 
 
-def _second(path: str) -> None:
+def _successor(path: str) -> None:
     """Another process with the same name and rank."""
     _wait_for(f"{path}.left")
     _start(1, path)
@@ -97,7 +97,7 @@ def _second(path: str) -> None:
     thing = rpc.remote("worker0", g.Thing, args=("made for the second",))
     assert thing.rpc_sync().plus(3) == 3
     rpc.rpc_sync("worker0", g.keep, args=("round trip", thing))
-    # worker0 has not found it dead for something that the first one left behind.
+    # worker0 has not declared this worker dead because of its predecessor.
     assert rpc.rpc_sync("worker0", _dead) == []
     assert rpc.rpc_sync("worker0", g.kept_state, args=("left",)) == "VOID"
     assert rpc.rpc_sync("worker0", g.kept_state, args=("back",)) == "CONFIRMED"
@@ -113,7 +113,7 @@ def _dead() -> list[int]:
     return sorted(current_agent().references._machine.dead)
 
 
-def _holder_of_what_is_back(path: str) -> None:
+def _hold_references_to_both(path: str) -> None:
     _start(0, path)
     Path(f"{path}.0").touch()
     _wait_for(f"{path}.used")
@@ -124,18 +124,18 @@ def _holder_of_what_is_back(path: str) -> None:
     become_empty()
     Path(f"{path}.dropped").touch()
     _wait_for(f"{path}.end1")
-    _end(f"{path}.end")
+    _shut_down_soon(f"{path}.end")
 
 
-def _one_comes_back(process: int, path: str) -> None:
+def _leave_and_replace(process: int, path: str) -> None:
     if process == 0:
-        _holder_of_what_is_back(path)
+        _hold_references_to_both(path)
     elif process == 1:
         _leaver(path, graceful=True)
     else:
-        _second(path)
+        _successor(path)
 
 
-def test_a_worker_comes_back_as_another(env: dict[str, str]) -> None:
+def test_references_after_another_process_has_taken_the_name(env: dict[str, str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        run_workers(_one_comes_back, 3, (f"{directory}/meet",), env)
+        run_workers(_leave_and_replace, 3, (f"{directory}/meet",), env)

@@ -16,7 +16,7 @@ from tests.references.looking import drop_all, wait_until
 from tests.support.workers import cluster
 
 
-def _wait_for_pending() -> tuple[list[str], float]:
+def _wait_for_answers_in_threads() -> tuple[list[str], float]:
     """Four threads wait for answers of a worker that dies."""
     rref = g.kept["pending"]
     errors: dict[Any, BaseException] = {}
@@ -69,7 +69,7 @@ def _every_use_raises(*keys: str) -> None:
     assert rpc.rpc_sync("worker0", f.add, args=(1,)) == 2  # the living go on
 
 
-def _use_at_once() -> float:
+def _use_before_detection() -> float:
     """Use the references before any worker has detected the death."""
     began = time.monotonic()
     with pytest.raises(ReferenceLostError, match="worker1"):
@@ -81,13 +81,13 @@ def _use_at_once() -> float:
     return time.monotonic() - began
 
 
-def test_the_owner_dies(env: dict[str, str]) -> None:
+def test_all_uses_raise_when_the_owner_dies(env: dict[str, str]) -> None:
     with cluster(3, env) as c:
         c.run(0, g.keep_some, "worker1", "worker2")
-        waiting = c.start(0, _wait_for_pending)
+        waiting = c.start(0, _wait_for_answers_in_threads)
         wait_until(lambda: c.run(0, _is_waiting))
         c.kill(1)
-        assert c.run(0, _use_at_once) < 10
+        assert c.run(0, _use_before_detection) < 10
         names, seconds = waiting.result()
         assert names == ["ReferenceLostError", "ReferenceLostError"]
         assert seconds < 10
@@ -97,7 +97,7 @@ def test_the_owner_dies(env: dict[str, str]) -> None:
             c.run(rank, drop_all)
 
 
-def test_the_first_use_after_a_death_through_a_proxy(env: dict[str, str]) -> None:
+def test_a_proxy_call_is_the_first_use_after_the_owners_death(env: dict[str, str]) -> None:
     with cluster(2, env) as c:
         c.run(0, _keep_one)
         c.kill(1)
@@ -124,7 +124,7 @@ def _shutdown_error() -> tuple[str, float]:
     return "no error", time.monotonic() - began
 
 
-def test_graceful_shutdown_of_the_survivors_is_bounded(env: dict[str, str]) -> None:
+def test_graceful_shutdown_of_the_survivors_ends(env: dict[str, str]) -> None:
     with cluster(3, env) as c:
         c.run(0, g.keep_some, "worker1", "worker2")
         c.kill(1)

@@ -20,7 +20,7 @@ from tests.support.workers import Cluster, cluster
 executions: Counter[str] = Counter()
 
 
-def _late(owner: str, gate: str) -> Any:
+def _timed_out_reference(owner: str, gate: str) -> Any:
     """A reference whose ``remote()`` has timed out; the function waits at the gate."""
     rref = rpc.remote(owner, g.gated_thing, args=(gate, gate), timeout=0.1)
     with pytest.raises(RpcTimeoutError, match="set timeout"):
@@ -45,28 +45,28 @@ def _every_use_raises(rref: Any) -> None:
             use()
 
 
-def _too_late(owner: str) -> None:
+def _used_after_the_timeout(owner: str) -> None:
     gate = f"late at {owner}"
-    rref = _late(owner, gate)
+    rref = _timed_out_reference(owner, gate)
     _every_use_raises(rref)
     rpc.rpc_sync(owner, g.open_gate, args=(gate,))
     wait_until(lambda: gate in rpc.rpc_sync(owner, g.noted))
-    _every_use_raises(rref)  # also now that there is a value
+    _every_use_raises(rref)  # even though the value exists now
     assert not rref.confirmed_by_owner() or rref.is_owner()
     del rref
     wait_until(lambda: rpc.rpc_sync(owner, g.things, args=(gate,)) == 0)
 
 
-def _dropped_before_the_value_is_there(owner: str) -> None:
+def _dropped_before_the_value_is_made(owner: str) -> None:
     gate = f"dropped at {owner}"
-    _late(owner, gate)
+    _timed_out_reference(owner, gate)
     wait_until(lambda: rpc.rpc_sync(owner, owned) == 0)
     rpc.rpc_sync(owner, g.open_gate, args=(gate,))
     wait_until(lambda: gate in rpc.rpc_sync(owner, g.noted))
     wait_until(lambda: rpc.rpc_sync(owner, g.things, args=(gate,)) == 0)
 
 
-def _passed_on_in_time(owner: str) -> None:
+def _passed_on_before_the_timeout(owner: str) -> None:
     """A worker that got the reference before the timeout can use it."""
     gate = f"passed at {owner}"
     rref = rpc.remote(owner, g.gated_thing, args=(gate, gate), timeout=0.5)
@@ -85,16 +85,16 @@ def _plus_kept() -> Any:
 
 
 @pytest.mark.parametrize("owner", ["worker1", "worker0"])
-@pytest.mark.parametrize("body", [_too_late, _dropped_before_the_value_is_there])
-def test_remote_with_a_timeout_that_expires(workers: Cluster, body: Any, owner: str) -> None:
+@pytest.mark.parametrize("body", [_used_after_the_timeout, _dropped_before_the_value_is_made])
+def test_remote_that_times_out(workers: Cluster, body: Any, owner: str) -> None:
     workers.run(0, body, owner)
 
 
-def test_passed_on_before_the_timeout(workers: Cluster) -> None:
-    workers.run(0, _passed_on_in_time, "worker1")
+def test_a_reference_that_was_passed_on_before_the_timeout_can_be_used(workers: Cluster) -> None:
+    workers.run(0, _passed_on_before_the_timeout, "worker1")
 
 
-def _fails_beside_another() -> None:
+def _fail_beside_another_reference() -> None:
     other = rpc.remote("worker2", g.Thing, args=("beside",))
     assert other.rpc_sync().plus(1) == 1
     with faults.inject() as plan:
@@ -106,28 +106,30 @@ def _fails_beside_another() -> None:
 
 
 def _only_the_error_is_kept() -> None:
-    _fails_beside_another()
+    _fail_beside_another_reference()
     gc.collect()
     wait_until(lambda: rpc.rpc_sync("worker2", g.things, args=("beside",)) == 0)
     with pytest.raises(InjectedFaultError, match="RRef creation"):
         g.kept.pop("failed").to_here()
 
 
-def test_a_reference_that_failed_keeps_its_error_but_not_what_was_around_it(workers: Cluster) -> None:
+def test_a_failed_reference_keeps_its_error_but_no_frames(workers: Cluster) -> None:
     workers.run(0, _only_the_error_is_kept)
 
 
-def _gated_give(gate: str, *given: Any) -> Any:
+def _return_references_at_gate(gate: str, *given: Any) -> Any:
     g.at_gate(gate)
     return [g.own(gate), *given]
 
 
-def _give_up() -> None:
+def _time_out() -> None:
     thing = rpc.RRef(g.Thing("argument"))
     third = rpc.remote("worker2", g.Thing, args=("argument",))
     for give in (
-        lambda: rpc.rpc_sync("worker1", _gated_give, args=("late answer", thing, third), timeout=0.1),
-        lambda: rpc.rpc_async("worker1", _gated_give, args=("late answer", thing, third), timeout=0.1).wait(),
+        lambda: rpc.rpc_sync("worker1", _return_references_at_gate, args=("late answer", thing, third), timeout=0.1),
+        lambda: rpc.rpc_async(
+            "worker1", _return_references_at_gate, args=("late answer", thing, third), timeout=0.1
+        ).wait(),
     ):
         with pytest.raises(RpcTimeoutError):
             give()
@@ -135,7 +137,7 @@ def _give_up() -> None:
 
 def _late_answer() -> None:
     """References in the answer to an abandoned call, and in the arguments of one."""
-    _give_up()
+    _time_out()
     gc.collect()
     # The functions still run, and have their arguments.
     assert g.things("argument") == rpc.rpc_sync("worker2", g.things, args=("argument",)) == 1
@@ -144,15 +146,15 @@ def _late_answer() -> None:
         wait_until(lambda: rpc.rpc_sync(worker, g.things, args=(name,)) == 0)  # noqa: B023
 
 
-def test_an_answer_that_comes_too_late(workers: Cluster) -> None:
+def test_references_in_a_late_answer_are_released(workers: Cluster) -> None:
     workers.run(0, _late_answer)
 
 
 def _lost_answer() -> None:
     """The connection is cut while the function runs, so its answer can't be sent."""
     thing = rpc.RRef(g.Thing("argument"))
-    future = rpc.rpc_async("worker1", _gated_give, args=("lost answer", thing))
-    made = rpc.remote("worker1", _gated_give, args=("lost answer", thing))
+    future = rpc.rpc_async("worker1", _return_references_at_gate, args=("lost answer", thing))
+    made = rpc.remote("worker1", _return_references_at_gate, args=("lost answer", thing))
     wait_until(lambda: owned() == 1)
     with faults.inject() as plan:
         plan.cut_at("worker1", 1)
@@ -171,7 +173,7 @@ def _lost_answer() -> None:
     wait_until(lambda: rpc.rpc_sync("worker1", g.things, args=("lost answer",)) == 0)
 
 
-def test_an_answer_that_can_not_be_sent(workers: Cluster) -> None:
+def test_references_in_a_lost_answer_are_released(workers: Cluster) -> None:
     workers.run(0, _lost_answer)
 
 
@@ -184,9 +186,10 @@ def _executions() -> Counter[str]:
     return executions
 
 
-def _cut_in_flight(rank: int, seed: int) -> tuple[list[str], int, int]:
-    """Calls with references to a worker to which the connection breaks now and then: those that worked, how many did
-    not, and how often it broke.
+def _call_over_a_breaking_connection(rank: int, seed: int) -> tuple[list[str], int, int]:
+    """Make calls with references over a connection that breaks now and then.
+
+    Returns the keys of the calls that worked, the number of those that failed, and the number of cuts.
     """
     dice = random.Random(seed)
     to = f"worker{(rank + 1) % 3}"
@@ -218,7 +221,7 @@ def _cut_in_flight(rank: int, seed: int) -> tuple[list[str], int, int]:
 
 def test_cut_connections_with_references_in_flight(env: dict[str, str]) -> None:
     with cluster(3, env) as c:
-        handles = [c.start(rank, _cut_in_flight, rank, seed=rank + 5) for rank in range(3)]
+        handles = [c.start(rank, _call_over_a_breaking_connection, rank, seed=rank + 5) for rank in range(3)]
         results = [handle.result() for handle in handles]
         ran: Counter[str] = Counter()
         for rank in range(3):

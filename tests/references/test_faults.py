@@ -21,7 +21,7 @@ from tests.support.workers import Cluster, run_workers
 
 
 def _decisions(plan: FaultPlan, count: int, worker: str = "worker1") -> list[FaultAction | None]:
-    """What the plan says to so many small calls."""
+    """The decisions of the plan for ``count`` small calls."""
     message = encode_call(None, (1,), {})
     message.name = b"tests.calls.functions:add"
     found = [plan.decide(worker, message) for _ in range(count)]
@@ -45,12 +45,12 @@ def _decisions(plan: FaultPlan, count: int, worker: str = "worker1") -> list[Fau
         lambda plan: plan.lose(sends=0),
     ],
 )
-def test_rules_that_make_no_sense(rule: Callable[[FaultPlan], None]) -> None:
+def test_invalid_rules_raise(rule: Callable[[FaultPlan], None]) -> None:
     plan = FaultPlan()
     for _ in range(2):
         with pytest.raises(ValueError):
             rule(plan)
-        assert _decisions(plan, 5) == [None] * 5  # none of them has left a rule, and messages have been sent meanwhile
+        assert _decisions(plan, 5) == [None] * 5  # no rule was added
     assert not plan.counts
 
 
@@ -80,7 +80,7 @@ def test_the_same_seed_gives_the_same_faults() -> None:
     }
 
 
-def test_rules_choose_by_worker_number_and_order() -> None:
+def test_rules_select_by_worker_count_and_order() -> None:
     plan = FaultPlan()
     assert _decisions(plan, 2) == [None, None]
     plan.fail_at("worker1", 2)
@@ -93,7 +93,7 @@ def test_rules_choose_by_worker_number_and_order() -> None:
     assert plan.counts == {"fail PYTHON_CALL": 1, "cut PYTHON_CALL": 1, "lose PYTHON_CALL": 2}
 
 
-def _failing() -> None:
+def _fail() -> None:
     rref = rpc.remote("worker1", f.add, args=(1,))
     assert rref.to_here() == 2
     with faults.inject() as plan:
@@ -121,13 +121,13 @@ def _failing() -> None:
                 try:
                     use()
                 except InjectedFaultError:
-                    assert kind == "PYTHON_RREF_FETCH_CALL"  # it is a part of the others
+                    assert kind == "PYTHON_RREF_FETCH_CALL"  # a part of the other uses
                     assert "REMOTE" in other
         assert plan.counts[f"fail {kind}"] >= 1
         use()  # the plan is over
 
 
-def _losing() -> None:
+def _lose() -> None:
     with faults.inject() as plan:
         plan.lose(types=["PYTHON_CALL"])
         with pytest.raises(RpcTimeoutError):
@@ -139,7 +139,7 @@ def _losing() -> None:
     assert "lost" not in rpc.rpc_sync("worker1", g.noted)
 
 
-def _delaying() -> None:
+def _delay() -> None:
     rpc.rpc_sync("worker1", f.noop)
     with faults.inject() as plan:
         plan.delay(0.3, types=["PYTHON_CALL"])
@@ -154,7 +154,7 @@ def _delaying() -> None:
     assert plan.counts == {"delay PYTHON_CALL": 2}
 
 
-def _cutting() -> None:
+def _cut() -> None:
     rref = rpc.remote("worker1", f.add, args=(1,))
     rref._get_future().wait()
     with faults.inject() as plan:
@@ -163,7 +163,7 @@ def _cutting() -> None:
             rpc.rpc_sync("worker1", f.noop)
         assert rpc.rpc_sync("worker1", f.add, args=(1,)) == 2  # on a new connection, with the same plan
         plan.cut_at("worker1", 1)
-        assert rref.to_here() == 2  # which tries again
+        assert rref.to_here() == 2  # which retries
     assert plan.counts["cut PYTHON_CALL"] == 1
     assert plan.counts["cut PYTHON_RREF_FETCH_CALL"] == 1
 
@@ -195,7 +195,7 @@ def _operations_are_repeated() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [_failing, _losing, _delaying, _cutting, _nested, _operations_are_repeated], ids=lambda body: body.__name__
+    "body", [_fail, _lose, _delay, _cut, _nested, _operations_are_repeated], ids=lambda body: body.__name__
 )
 def test_injected_faults(workers: Cluster, body: Any) -> None:
     workers.run(0, body)
@@ -210,7 +210,7 @@ def _with_faulty_backend(rank: int, options: dict[str, Any], body: Any) -> None:
     rpc.init_rpc(f"worker{rank}", backend, rank, 2, made)
     if rank == 0:
         body()
-        with faults.inject():  # in the place of the backend's plan
+        with faults.inject():  # replaces the backend's plan
             rpc.rpc_sync("worker1", g.open_gate, args=("end",))
     else:
         g.at_gate("end")
@@ -218,7 +218,7 @@ def _with_faulty_backend(rank: int, options: dict[str, Any], body: Any) -> None:
         rpc.shutdown()
 
 
-def _works_all_the_same() -> None:
+def _references_still_work() -> None:
     rref = rpc.remote("worker1", f.add, args=(1,))
     assert rpc.rpc_sync("worker1", f.identity, args=(rref,)).to_here() == 2
     mine = rpc.rpc_sync("worker1", f.identity, args=(rpc.RRef(5),))
@@ -230,7 +230,7 @@ def _works_all_the_same() -> None:
 
 def test_the_faulty_backend_repeats_operations() -> None:
     options = {"messages_to_fail": ["RREF_FORK_REQUEST", "RREF_CHILD_ACCEPT", "RREF_USER_DELETE"], "num_fail_sends": 3}
-    run_workers(_with_faulty_backend, 2, (options, _works_all_the_same))
+    run_workers(_with_faulty_backend, 2, (options, _references_still_work))
 
 
 def _calls_fail() -> None:

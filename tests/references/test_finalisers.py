@@ -65,7 +65,7 @@ def _dropped_here() -> None:
     wait_until(lambda: said == ["mine"])
 
 
-def _dropped_before_it_was_made() -> None:
+def _dropped_before_the_value_is_made() -> None:
     rpc.remote("worker1", _gated_calling, args=("unmade, with a finaliser",))
     rpc.remote("worker0", _gated_calling, args=("unmade, with a finaliser",))
     for to in ("worker1", "worker0"):
@@ -78,7 +78,7 @@ def _gated_calling(gate: str) -> Calling:
     return Calling(gate)
 
 
-def _kept_only_by_a_call() -> None:
+def _kept_alive_only_by_a_call() -> None:
     """The answer to the call frees the value. The thread that reads the answer must not run the finaliser."""
     for owner in ("worker0", "worker1"):
         said.clear()
@@ -97,7 +97,7 @@ def _kept_only_by_a_call() -> None:
 
 
 def _read_by_a_caller() -> None:
-    """The same while the main thread waits for another answer from the same worker, and so reads this one, too."""
+    """The same while the main thread waits for another answer on the connection, and so reads this one, too."""
     for i in range(5):
         said.clear()
         rref = rpc.RRef(Calling("read"))
@@ -122,7 +122,7 @@ def _chain() -> None:
     assert sorted(said) == list(range(9))
 
 
-def _in_an_answer() -> None:
+def _freed_with_an_answer() -> None:
     """Values that are freed because the caller has timed out, or because the answer can't be decoded."""
     with pytest.raises(TypeError):
         rpc.rpc_sync("worker1", _unpicklable_with, args=("unpicklable",))
@@ -139,11 +139,11 @@ def _unpicklable_with(name: str) -> Any:
     [
         _dropped_elsewhere,
         _dropped_here,
-        _dropped_before_it_was_made,
-        _kept_only_by_a_call,
+        _dropped_before_the_value_is_made,
+        _kept_alive_only_by_a_call,
         _read_by_a_caller,
         _chain,
-        _in_an_answer,
+        _freed_with_an_answer,
     ],
 )
 def test_a_finaliser_may_make_calls(workers: Cluster, body: Any) -> None:

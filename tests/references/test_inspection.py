@@ -17,7 +17,7 @@ from tests.references.looking import counts, wait_until
 from tests.support.workers import Cluster
 
 
-def test_sizes() -> None:
+def test_sizes_of_values() -> None:
     tensor = torch.zeros(100)
     assert size_of(tensor) == 400
     assert size_of(torch.zeros(100, dtype=torch.int8)) == 100
@@ -36,18 +36,18 @@ def test_sizes() -> None:
     assert size_of(linear.state_dict()) > size_of(linear)
 
 
-class Rude:
+class RaisingSize:
     def __sizeof__(self) -> int:
         raise RuntimeError("none of your business")
 
 
-class RudeMapping(dict[str, Any]):
+class RaisingMapping(dict[str, Any]):
     def values(self) -> Any:
         raise RuntimeError("none of your business")
 
 
-def test_values_that_do_not_like_to_be_measured() -> None:
-    """Unusual values (recursive, deep, lazy, sparse, or rude) must not make the inspection fail."""
+def test_sizes_of_unusual_values() -> None:
+    """Unusual values (recursive, deep, lazy, sparse, or raising) must not make the inspection fail."""
     itself: list[Any] = []
     itself.append(itself)
     deep: list[Any] = []
@@ -56,14 +56,24 @@ def test_values_that_do_not_like_to_be_measured() -> None:
     lazy = torch.nn.LazyLinear(3)
     sparse = torch.eye(4).to_sparse()
     compressed = torch.eye(4).to_sparse_csr()
-    for value in (itself, deep, lazy, lazy.weight, sparse, compressed, Rude(), [Rude()], RudeMapping(a=1)):
+    for value in (
+        itself,
+        deep,
+        lazy,
+        lazy.weight,
+        sparse,
+        compressed,
+        RaisingSize(),
+        [RaisingSize()],
+        RaisingMapping(a=1),
+    ):
         assert size_of(value) >= 0
     assert size_of(sparse) >= 4 * 4
     while deep:
-        deep = deep.pop()  # or its end would be a deep recursion
+        deep = deep.pop()  # freeing it at once would recurse too deeply
 
 
-def _of_the_owner() -> None:
+def _references_of_the_owner() -> None:
     big = rpc.remote("worker1", torch.zeros, args=(1000,))
     model = rpc.remote("worker1", torch.nn.Linear, args=(10, 10))
     pending = rpc.remote("worker1", g.at_gate, args=("inspected",))
@@ -111,12 +121,12 @@ def _of_the_owner() -> None:
 
 
 def test_live_references(workers: Cluster) -> None:
-    workers.run(0, _of_the_owner)
+    workers.run(0, _references_of_the_owner)
     for rank in range(3):
         wait_until(lambda: workers.run(rank, rpc.live_references) == [])  # noqa: B023
 
 
-def _numbers() -> None:
+def _counts() -> None:
     rrefs = [rpc.remote("worker1", f.add, args=(i,)) for i in range(3)]
     pending = rpc.remote("worker1", g.at_gate, args=("numbers",))
     for rref in rrefs:
@@ -151,11 +161,11 @@ def _numbers() -> None:
     assert both.to_here() == 1
 
 
-def test_counts(workers: Cluster) -> None:
-    workers.run(0, _numbers)
+def test_counts_in_debug_info(workers: Cluster) -> None:
+    workers.run(0, _counts)
 
 
-def _look_while_they_change() -> None:
+def _inspect_while_references_change() -> None:
     stop = threading.Event()
     errors: list[BaseException] = []
 
@@ -180,5 +190,5 @@ def _look_while_they_change() -> None:
     assert errors == []
 
 
-def test_looking_while_references_come_and_go(workers: Cluster) -> None:
-    workers.run(0, _look_while_they_change)
+def test_live_references_while_references_come_and_go(workers: Cluster) -> None:
+    workers.run(0, _inspect_while_references_change)

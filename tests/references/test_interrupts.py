@@ -28,7 +28,7 @@ _CALLS: dict[str, Call] = {
 
 
 @contextmanager
-def _before_it_is_sent() -> Iterator[None]:
+def _interrupt_before_sending() -> Iterator[None]:
     def interrupted(timeout: float) -> None:
         raise KeyboardInterrupt
 
@@ -41,7 +41,7 @@ def _before_it_is_sent() -> Iterator[None]:
 
 
 @contextmanager
-def _when_it_is_out() -> Iterator[None]:
+def _interrupt_after_sending() -> Iterator[None]:
     connection = current_agent().peers.connect("worker1")._connection
     send = connection.send
 
@@ -53,10 +53,10 @@ def _when_it_is_out() -> Iterator[None]:
         yield
 
 
-_MOMENTS = {"before": _before_it_is_sent, "after": _when_it_is_out}
+_MOMENTS = {"before": _interrupt_before_sending, "after": _interrupt_after_sending}
 
 
-def _interrupted(moment: str, kind: str, name: str) -> None:
+def _interrupted_call(moment: str, kind: str, name: str) -> None:
     rref = rpc.RRef(g.Thing(name))
     with _MOMENTS[moment](), pytest.raises(KeyboardInterrupt):
         _CALLS[kind](rref)
@@ -64,7 +64,7 @@ def _interrupted(moment: str, kind: str, name: str) -> None:
     assert rpc.rpc_sync("worker1", f.add, args=(1,)) == 2
 
 
-def _nothing_is_left_of(name: str) -> None:
+def _is_freed(name: str) -> None:
     gc.collect()
     wait_until(lambda: not g.things(name), "the value is freed")
     become_empty()
@@ -73,19 +73,19 @@ def _nothing_is_left_of(name: str) -> None:
 @pytest.mark.one_transport
 @pytest.mark.parametrize("kind", _CALLS)
 @pytest.mark.parametrize("moment", _MOMENTS)
-def test_a_reference_in_a_call_that_is_interrupted(workers: Cluster, moment: str, kind: str) -> None:
-    workers.run(0, _interrupted, moment, kind, f"{moment} {kind}")
+def test_references_in_an_interrupted_call_are_released(workers: Cluster, moment: str, kind: str) -> None:
+    workers.run(0, _interrupted_call, moment, kind, f"{moment} {kind}")
     all_empty(workers)
-    workers.run(0, _nothing_is_left_of, f"{moment} {kind}")
+    workers.run(0, _is_freed, f"{moment} {kind}")
 
 
-def _remote_interrupted(moment: str) -> None:
+def _interrupted_remote(moment: str) -> None:
     with _MOMENTS[moment](), pytest.raises(KeyboardInterrupt):
         rpc.remote("worker1", g.Thing, args=("never got",))
 
 
 @pytest.mark.parametrize("moment", _MOMENTS)
-def test_what_an_interrupted_remote_makes_is_freed(workers: Cluster, moment: str) -> None:
-    workers.run(0, _remote_interrupted, moment)
+def test_the_value_of_an_interrupted_remote_is_freed(workers: Cluster, moment: str) -> None:
+    workers.run(0, _interrupted_remote, moment)
     all_empty(workers)
-    workers.run(1, _nothing_is_left_of, "never got")
+    workers.run(1, _is_freed, "never got")

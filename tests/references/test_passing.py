@@ -23,7 +23,7 @@ def _use_kept(name: str) -> list[Any]:
     return [rref.is_owner(), rref.owner_name(), rref.confirmed_by_owner(), rref.rpc_sync().plus(1)]
 
 
-def test_owner_to_user(workers: Cluster) -> None:
+def test_passing_from_owner_to_user(workers: Cluster) -> None:
     workers.run(1, _give_mine, "worker0", "from the owner")
     # Only worker0 refers to it now.
     assert workers.run(0, _use_kept, "from the owner") == [False, "worker1", True, 1]
@@ -36,7 +36,7 @@ def _is_mine(rref: Any) -> tuple[bool, bool, int]:
     return rref.is_owner(), rref.confirmed_by_owner(), id(rref.local_value())
 
 
-def _to_the_owner() -> None:
+def _pass_to_the_owner() -> None:
     rref = rpc.remote("worker1", g.Thing, args=("to the owner",))
     first = rpc.rpc_sync("worker1", _is_mine, args=(rref,))
     assert first[:2] == (True, True)
@@ -45,30 +45,30 @@ def _to_the_owner() -> None:
     rpc.rpc_sync("worker1", g.keep, args=("to the owner", rref))
 
 
-def test_user_to_owner(workers: Cluster) -> None:
-    workers.run(0, _to_the_owner)
-    # The owner holds it by itself now, so nobody elsewhere does.
+def test_passing_from_user_to_owner(workers: Cluster) -> None:
+    workers.run(0, _pass_to_the_owner)
+    # Only the owner refers to it now.
     wait_until(lambda: workers.run(1, owned) == 0)
     assert workers.run(1, _use_kept, "to the owner") == [True, "worker1", True, 1]
     workers.run(1, g.let_go, "to the owner")
     wait_until(lambda: workers.run(1, g.things, "to the owner") == 0)
 
 
-def _to_another_user() -> None:
+def _pass_to_another_user() -> None:
     rref = rpc.remote("worker1", g.Thing, args=("between users",))
     rref._get_future().wait()
     assert rref.confirmed_by_owner()
     rpc.rpc_sync("worker2", g.keep, args=("between users", rref))
 
 
-def test_user_to_user(workers: Cluster) -> None:
-    workers.run(0, _to_another_user)
+def test_passing_from_user_to_user(workers: Cluster) -> None:
+    workers.run(0, _pass_to_another_user)
     assert workers.run(2, _use_kept, "between users") == [False, "worker1", True, 1]
     workers.run(2, g.let_go, "between users")
     wait_until(lambda: workers.run(1, g.things, "between users") == 0)
 
 
-def _before_it_is_made() -> None:
+def _pass_before_it_is_made() -> None:
     rref = rpc.remote("worker1", g.at_gate, args=("unmade", "made"))
     rpc.rpc_sync("worker2", g.keep, args=("unmade", rref))
     rpc.rpc_sync("worker1", g.keep, args=("unmade", rref))  # the owner itself
@@ -83,8 +83,8 @@ def _before_it_is_made() -> None:
         rpc.rpc_sync(to, g.let_go, args=("unmade",))
 
 
-def test_before_it_is_confirmed(workers: Cluster) -> None:
-    workers.run(0, _before_it_is_made)
+def test_passing_on_an_unconfirmed_reference(workers: Cluster) -> None:
+    workers.run(0, _pass_before_it_is_made)
 
 
 def _overtake_the_call() -> None:
@@ -105,11 +105,11 @@ def _overtake_the_call() -> None:
     assert plan.counts == {"delay PYTHON_REMOTE_CALL": 4}
 
 
-def test_before_the_call_has_come(workers: Cluster) -> None:
+def test_a_reference_that_overtakes_its_call(workers: Cluster) -> None:
     workers.run(0, _overtake_the_call)
 
 
-def _back_to_the_creator() -> None:
+def _pass_back_to_the_creator() -> None:
     rref = rpc.remote("worker1", g.Thing, args=("back",))
     back = rpc.rpc_sync("worker2", f.identity, args=(rref,))
     assert back is not rref
@@ -117,18 +117,18 @@ def _back_to_the_creator() -> None:
     del rref
     assert back.rpc_sync().plus(2) == 2
     assert back.owner_name() == "worker1"
-    # what is ours comes back as ours
+    # an owned reference comes back as the owner's
     thing = g.Thing("ours")
     ours = rpc.rpc_sync("worker2", f.identity, args=(rpc.RRef(thing),))
     assert ours.is_owner()
     assert ours.local_value() is thing
 
 
-def test_back_to_the_creator(workers: Cluster) -> None:
-    workers.run(0, _back_to_the_creator)
+def test_passing_back_to_the_creator(workers: Cluster) -> None:
+    workers.run(0, _pass_back_to_the_creator)
 
 
-def _to_oneself() -> None:
+def _pass_to_own_worker() -> None:
     thing = g.Thing("to oneself")
     mine = rpc.rpc_sync("worker0", f.identity, args=(rpc.RRef(thing),))
     assert mine.is_owner()
@@ -146,8 +146,8 @@ def _to_oneself() -> None:
     wait_until(lambda: owned() == 0)
 
 
-def test_to_oneself(workers: Cluster) -> None:
-    workers.run(0, _to_oneself)
+def test_passing_to_the_own_worker(workers: Cluster) -> None:
+    workers.run(0, _pass_to_own_worker)
 
 
 @rpc.functions.async_execution
@@ -159,14 +159,14 @@ async def _coroutine(rref: Any) -> Any:
     return [rref, g.own("later")]
 
 
-def _plain(rref: Any) -> Any:
+def _synchronous(rref: Any) -> Any:
     return [rref, g.own("later")]
 
 
-def _in_results() -> None:
+def _return_references() -> None:
     for owner in ("worker0", "worker1", "worker2"):
         rref = rpc.remote(owner, f.add, args=(1,))
-        for function in (_plain, _coroutine, _later):
+        for function in (_synchronous, _coroutine, _later):
             for came, made in (
                 rpc.rpc_sync("worker1", function, args=(rref,)),
                 rpc.rpc_async("worker1", function, args=(rref,)).wait(),
@@ -179,28 +179,28 @@ def _in_results() -> None:
                 assert made.owner_name() == "worker1"
 
 
-def test_in_results(workers: Cluster) -> None:
-    workers.run(0, _in_results)
+def test_references_in_results(workers: Cluster) -> None:
+    workers.run(0, _return_references)
 
 
-def _hop(rref: Any, way: list[str]) -> Any:
+def _hop(rref: Any, path: list[str]) -> Any:
     assert rref.confirmed_by_owner()
-    if not way:
+    if not path:
         return [rref.to_here(), rref]
-    seen = rpc.rpc_sync(way[0], _hop, args=(rref, way[1:]))
+    seen = rpc.rpc_sync(path[0], _hop, args=(rref, path[1:]))
     return [*seen[:-1], rref.to_here(), seen[-1]]
 
 
 def _three_hops() -> None:
     for owner in ("worker0", "worker1", "worker2"):
         rref = rpc.remote(owner, f.add, args=(1,))
-        for way in (["worker1", "worker2", "worker0"], ["worker2", "worker1", "worker2"], ["worker0"] * 3):
-            *values, back = rpc.rpc_sync(way[0], _hop, args=(rref, way[1:]))
+        for path in (["worker1", "worker2", "worker0"], ["worker2", "worker1", "worker2"], ["worker0"] * 3):
+            *values, back = rpc.rpc_sync(path[0], _hop, args=(rref, path[1:]))
             assert values == [2, 2, 2]
             assert back.to_here() == 2
 
 
-def test_through_three_hops(workers: Cluster) -> None:
+def test_passing_through_three_hops(workers: Cluster) -> None:
     workers.run(0, _three_hops)
 
 
@@ -225,7 +225,7 @@ def _confirmed_at_the_start() -> None:
     assert rpc.rpc_sync("worker2", _states, args=(rrefs,)) == [True, True, True]
     assert rpc.rpc_async("worker2", _states, args=(rrefs,)).wait() == [True, True, True]
     assert rpc.remote("worker2", _states, args=(rrefs,)).to_here() == [True, True, True]
-    # A result is there before that, and may be used.
+    # A result may be used before it is confirmed.
     rpc.rpc_sync("worker2", g.keep, args=("theirs", rrefs[1]))
 
 
@@ -268,7 +268,7 @@ def _storm() -> None:
         assert [rref.to_here() for rref in future.wait()] == [0, 1, 2]
 
 
-def test_many_at_once(workers: Cluster) -> None:
+def test_many_references_passed_at_once(workers: Cluster) -> None:
     handles = [workers.start(rank, _storm) for rank in range(3)]
     for handle in handles:
         handle.result()

@@ -15,11 +15,11 @@ from tests.references import functions as g
 from tests.references.looking import become_empty, wait_until
 from tests.support.workers import Cluster
 
-# A value elsewhere, and one of one's own.
+# A value on another worker, and one on the own worker.
 BOTH = pytest.mark.parametrize("owner", ["worker1", "worker0"])
 
 
-def _three_ways(owner: str) -> None:
+def _sync_async_and_remote(owner: str) -> None:
     rref = rpc.remote(owner, g.Thing, args=("proxied",))
     assert rref.rpc_sync().plus(3) == 3
     assert rref.rpc_sync().plus(n=2, times=2) == 7
@@ -32,13 +32,13 @@ def _three_ways(owner: str) -> None:
     assert made.to_here() == 10
     proxy = rref.rpc_sync()
     assert [proxy.plus(1), proxy.plus(1)] == [11, 12]
-    # a result that can't travel, and a method of that
+    # a result that can't be pickled, and a method of it
     assert rref.remote().make("made by a method").rpc_sync().plus(5) == 5
 
 
 @BOTH
 def test_sync_async_and_remote(workers: Cluster, owner: str) -> None:
-    workers.run(0, _three_ways, owner)
+    workers.run(0, _sync_async_and_remote, owner)
 
 
 def _kinds_of_methods(owner: str) -> None:
@@ -134,7 +134,7 @@ def test_timeouts_of_methods(workers: Cluster, owner: str) -> None:
     workers.run(0, _timeouts, owner)
 
 
-def _of_a_value_that_is_not_there_yet(owner: str) -> None:
+def _methods_of_a_pending_value(owner: str) -> None:
     rref = rpc.remote(owner, g.gated_thing, args=("not yet", "not yet"))
     future = rref.rpc_async().double(3)
     with pytest.raises(RpcTimeoutError):
@@ -147,11 +147,11 @@ def _of_a_value_that_is_not_there_yet(owner: str) -> None:
 
 
 @BOTH
-def test_a_value_that_is_still_to_be_made(workers: Cluster, owner: str) -> None:
-    workers.run(0, _of_a_value_that_is_not_there_yet, owner)
+def test_methods_of_a_pending_value_wait_for_it(workers: Cluster, owner: str) -> None:
+    workers.run(0, _methods_of_a_pending_value, owner)
 
 
-def _as_context(owner: str) -> None:
+def _as_context_manager(owner: str) -> None:
     rref = rpc.remote(owner, threading.Lock)
     with rref.rpc_sync() as entered:
         assert entered is True
@@ -165,7 +165,7 @@ def _as_context(owner: str) -> None:
     with swallower.rpc_sync():
         raise KeyError("swallowed")
     assert swallower.rpc_sync().swallowed() == "KeyError('swallowed')"
-    # What a future or a reference would say about the exception comes too late.
+    # A future or a reference would report the exception too late.
     for proxy in (rref.rpc_async(), rref.remote()):
         with pytest.raises(TypeError, match="rpc_sync"), proxy:
             pass
@@ -173,8 +173,8 @@ def _as_context(owner: str) -> None:
 
 
 @BOTH
-def test_a_value_that_is_a_context(workers: Cluster, owner: str) -> None:
-    workers.run(0, _as_context, owner)
+def test_a_value_that_is_a_context_manager(workers: Cluster, owner: str) -> None:
+    workers.run(0, _as_context_manager, owner)
 
 
 def _references_as_arguments() -> None:
@@ -196,12 +196,12 @@ def _confirmed_thing(name: str) -> Any:
     return rref
 
 
-def _dropped_while_it_runs() -> Any:
+def _drop_while_a_method_runs() -> Any:
     future = _confirmed_thing("temporary").rpc_async().at_gate("temporary")
     made = _confirmed_thing("temporary").remote().at_gate("temporary")
     rpc.rpc_sync("worker1", g.open_gate, args=("temporary",))
     assert future.wait() == made.to_here() == "temporary"
-    # What tells the owner that the reference is gone overtakes the call, if it is sent too early.
+    # If the delete message is sent too early, it overtakes the call.
     with faults.inject() as plan:
         plan.delay(0.2, types=["PYTHON_CALL", "PYTHON_REMOTE_CALL"])
         assert _confirmed_thing("overtaken").rpc_async().plus(3).wait() == 3
@@ -213,8 +213,8 @@ def _dropped_while_it_runs() -> Any:
     wait_until(lambda: rpc.rpc_sync("worker1", g.things, args=("overtaken",)) == 0)
 
 
-def test_a_value_lives_as_long_as_its_method_runs(workers: Cluster) -> None:
-    workers.run(0, _dropped_while_it_runs)
+def test_a_value_lives_while_its_method_runs(workers: Cluster) -> None:
+    workers.run(0, _drop_while_a_method_runs)
 
 
 def _many_at_once() -> int:

@@ -20,7 +20,7 @@ from tests.references import functions as g
 from tests.references.looking import become_empty, owned, wait_until
 from tests.support.workers import Cluster, cluster, run_workers
 
-_went_on = threading.Event()
+_shutdown_began = threading.Event()
 
 
 def _self_call_is_cut() -> None:
@@ -36,11 +36,11 @@ def _self_call_is_cut() -> None:
     wait_until(lambda: not g.things("cut"))
 
 
-def test_a_call_to_oneself_that_a_cut_connection_loses(workers: Cluster) -> None:
+def test_a_cut_connection_during_a_call_to_the_own_worker(workers: Cluster) -> None:
     workers.run(0, _self_call_is_cut)
 
 
-def _look_at_odd_values() -> None:
+def _inspect_odd_values() -> None:
     cycle: list[Any] = []
     cycle.append(cycle)
     deep: list[Any] = []
@@ -56,15 +56,15 @@ def _look_at_odd_values() -> None:
 
 
 @pytest.mark.one_transport
-def test_looking_at_values_that_contain_themselves_or_are_very_deep(workers: Cluster) -> None:
-    workers.run(0, _look_at_odd_values)
+def test_live_references_to_recursive_and_deep_values(workers: Cluster) -> None:
+    workers.run(0, _inspect_odd_values)
 
 
 def _pass_on_while_the_owner_is_busy(threads: int) -> None:
     rref = rpc.remote("worker1", g.Thing, args=("of a busy worker",))
     rref._get_future().wait()
     busy = [rpc.rpc_async("worker1", g.at_gate, args=("busy",)) for _ in range(threads)]
-    # The callee has the reference counted by the owner before it runs anything.
+    # The callee registers the reference with the owner before it runs the function.
     assert rpc.rpc_sync("worker2", g.keep, args=("passed", rref), timeout=10) is None
     assert not any(call.done() for call in busy)
     g.kept["busy"] = busy
@@ -75,7 +75,7 @@ def _end_busy() -> None:
         call.wait()
 
 
-def test_functions_that_keep_all_threads_busy_hold_up_no_references(env: dict[str, str]) -> None:
+def test_busy_threads_do_not_delay_the_reference_protocol(env: dict[str, str]) -> None:
     with cluster(3, env, {"num_worker_threads": 2}) as c:
         c.run(0, _pass_on_while_the_owner_is_busy, 2)
         assert c.run(2, g.kept_state, "passed") == "CONFIRMED"
@@ -84,49 +84,49 @@ def test_functions_that_keep_all_threads_busy_hold_up_no_references(env: dict[st
         c.run(2, g.kept.clear)
 
 
-def _has_gone_on() -> bool:
-    return _went_on.is_set()
+def _has_begun_shutdown() -> bool:
+    return _shutdown_began.is_set()
 
 
-def _use_what_worker2_keeps() -> Any:
-    """The time at which worker2, which has no work of its own, has finished waiting for its work."""
-    wait_until(lambda: rpc.rpc_sync("worker2", _has_gone_on))
+def _use_reference_of_worker2() -> Any:
+    """Wait until worker2, which has no work, is in its shutdown; then use the reference that it keeps."""
+    wait_until(lambda: rpc.rpc_sync("worker2", _has_begun_shutdown))
     return rpc.rpc_sync("worker2", g.kept_value, args=("late",))
 
 
-def _shut_down_with_work_elsewhere(rank: int) -> list[Any]:
+def _shut_down_with_work_on_other_workers(rank: int) -> list[Any]:
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=3)
     outcome: list[Any] = []
     if rank == 0:
         rpc.rpc_sync("worker2", g.keep, args=("late", rpc.RRef("value")))
-        call = rpc.rpc_async("worker1", _use_what_worker2_keeps)
+        call = rpc.rpc_async("worker1", _use_reference_of_worker2)
         call.add_done_callback(lambda done: outcome.append(done.value()))
     rounds = Quiescence.round
     drop = api._delete_all_user_and_unforked_owner_rrefs
 
-    def round_noted(self: Quiescence, reports: Any) -> bool:
-        _went_on.set()
+    def recorded_round(self: Quiescence, reports: Any) -> bool:
+        _shutdown_began.set()
         return rounds(self, reports)
 
-    def drop_noted() -> None:
-        _went_on.set()
+    def recorded_drop() -> None:
+        _shutdown_began.set()
         drop()
 
     with (
-        mock.patch.object(Quiescence, "round", round_noted),
-        mock.patch.object(api, "_delete_all_user_and_unforked_owner_rrefs", drop_noted),
+        mock.patch.object(Quiescence, "round", recorded_round),
+        mock.patch.object(api, "_delete_all_user_and_unforked_owner_rrefs", recorded_drop),
     ):
         rpc.shutdown()
     return [str(each) for each in outcome]
 
 
 @pytest.mark.one_transport
-def test_shutdown_lets_work_end_that_uses_references_of_others(transport: str) -> None:
-    results = run_workers(_shut_down_with_work_elsewhere, 3, env={"FARPROP_TRANSPORT": transport})
+def test_shutdown_waits_for_work_that_uses_references_of_others(transport: str) -> None:
+    results = run_workers(_shut_down_with_work_on_other_workers, 3, env={"FARPROP_TRANSPORT": transport})
     assert results == [["value"], [], []]
 
 
-def _hold_on() -> None:
+def _keep_references_and_stop() -> None:
     g.kept["own"] = rpc.RRef("first own")
     g.kept["user"] = rpc.remote("worker1", f.identity, args=("first made",))
     assert g.kept["user"].to_here() == "first made"
@@ -141,13 +141,13 @@ def _start_again(rank: int) -> None:
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
 
 
-def _use_what_is_of_the_past() -> None:
+def _use_references_of_the_earlier_init() -> None:
     own, user = g.kept.pop("own"), g.kept.pop("user")
     new_own = rpc.RRef("second own")
     new_user = rpc.remote("worker1", f.identity, args=("second made",))
     assert new_user.to_here() == "second made"
     rpc.rpc_sync("worker1", g.keep, args=("new", new_own))
-    # The numbers are the same again: what is of the past would reach what is new.
+    # The ids start again, so the old references have the ids of the new ones.
     assert {str(own), str(user).partition(",")[0]} == {str(new_own), str(new_user).partition(",")[0]}
     for use in (user.to_here, user.rpc_sync().upper, user.rpc_async().upper, user.remote().upper, user._get_type):
         with pytest.raises(UsageError, match="earlier init_rpc"):
@@ -163,17 +163,17 @@ def _use_what_is_of_the_past() -> None:
     become_empty()
 
 
-def test_a_reference_of_an_earlier_init_reaches_nothing_new(env: dict[str, str]) -> None:
+def test_a_reference_of_an_earlier_init_can_not_be_used(env: dict[str, str]) -> None:
     with cluster(2, env) as c:
-        c.run(0, _hold_on)
+        c.run(0, _keep_references_and_stop)
         c.run(1, _stop)
         starts = [c.start(rank, _start_again, rank) for rank in range(2)]
         for start in starts:
             start.result()
-        c.run(0, _use_what_is_of_the_past)
+        c.run(0, _use_references_of_the_earlier_init)
 
 
-def _ask_after_letting_go() -> None:
+def _fetch_after_drop() -> None:
     """A fetch times out and its reference is dropped; the owner sees the fetch after the drop."""
     rref = rpc.remote("worker1", f.identity, args=(1,))
     assert rref.to_here() == 1
@@ -184,5 +184,5 @@ def _ask_after_letting_go() -> None:
         current_agent().call_sync("worker1", Method.FETCH, (name.created_on, name.local_id, False), {}, 20.0)
 
 
-def test_a_question_that_is_looked_at_after_its_reference_was_dropped(workers: Cluster) -> None:
-    workers.run(0, _ask_after_letting_go)
+def test_a_fetch_that_the_owner_sees_after_the_drop(workers: Cluster) -> None:
+    workers.run(0, _fetch_after_drop)

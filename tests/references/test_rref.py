@@ -21,7 +21,7 @@ from tests.support.workers import Cluster
 _ID = r"GloballyUniqueId\(created_on=0, local_id=\d+\)"
 
 
-def _of_ones_own() -> None:
+def _owned_reference() -> None:
     value = g.Thing("own")
     rref = rpc.RRef(value)
     assert rref.is_owner()
@@ -37,10 +37,10 @@ def _of_ones_own() -> None:
     assert rref._get_type(blocking=False).wait() is g.Thing
     with pytest.raises(UsageError, match="does not come from rpc.remote"):
         rref._get_future()
-    assert owned() == 0  # nobody elsewhere knows of it
+    assert owned() == 0  # no other worker refers to it
 
 
-def _of_anothers() -> None:
+def _user_reference() -> None:
     rref = rpc.remote("worker1", f.add, args=(1, 2))
     assert not rref.is_owner()
     assert rref.owner() == WorkerInfo("worker1", 1)
@@ -59,7 +59,7 @@ def _of_anothers() -> None:
         rref.local_value()
 
 
-def _still_to_be_made() -> None:
+def _pending_reference() -> None:
     rref = rpc.remote("worker1", g.at_gate, args=("made", 5))
     assert not rref.confirmed_by_owner()
     assert repr(rref).endswith("creating>")
@@ -77,8 +77,8 @@ def _still_to_be_made() -> None:
     assert rref.confirmed_by_owner()
 
 
-@pytest.mark.parametrize("body", [_of_ones_own, _of_anothers, _still_to_be_made])
-def test_what_a_reference_says(workers: Cluster, body: Any) -> None:
+@pytest.mark.parametrize("body", [_owned_reference, _user_reference, _pending_reference])
+def test_attributes_of_a_reference(workers: Cluster, body: Any) -> None:
     workers.run(0, body)
 
 
@@ -118,7 +118,7 @@ def test_remote_of_every_kind_of_callable(workers: Cluster) -> None:
     workers.run(0, _every_kind)
 
 
-def _wrong_use() -> None:
+def _wrong_arguments() -> None:
     with pytest.raises(TypeError, match="callable"):
         rpc.remote("worker1", 5)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="could not find destination 'nobody'"):
@@ -136,8 +136,8 @@ def _wrong_use() -> None:
             assert rref.to_here(timeout=timeout) == 2
 
 
-def test_wrong_use_is_said(workers: Cluster) -> None:
-    workers.run(0, _wrong_use)
+def test_wrong_arguments_raise(workers: Cluster) -> None:
+    workers.run(0, _wrong_arguments)
 
 
 def _endless_waits() -> list[Any]:
@@ -156,11 +156,11 @@ def _endless_waits() -> list[Any]:
     return sorted(got)
 
 
-def test_waiting_for_ever(workers: Cluster) -> None:
+def test_huge_timeouts_wait_forever(workers: Cluster) -> None:
     assert workers.run(0, _endless_waits) == ["worker0"] * 3 + ["worker1"] * 3
 
 
-def _to_oneself() -> None:
+def _remote_to_own_worker() -> None:
     rref = rpc.remote("worker0", g.at_gate, args=("self", [1, 2]))
     assert rref.is_owner()
     assert rref.owner_name() == "worker0"
@@ -185,8 +185,8 @@ def _to_oneself() -> None:
     assert repr(failed).endswith("failed>")
 
 
-def test_remote_to_oneself(workers: Cluster) -> None:
-    workers.run(0, _to_oneself)
+def test_remote_to_the_own_worker(workers: Cluster) -> None:
+    workers.run(0, _remote_to_own_worker)
 
 
 async def _coroutine_that_raises() -> None:
@@ -224,7 +224,7 @@ def _failures() -> None:
         rpc.remote("worker1", f.add).to_here()
 
 
-def test_what_the_function_raised_comes_at_to_here(workers: Cluster) -> None:
+def test_to_here_raises_the_error_of_the_function(workers: Cluster) -> None:
     workers.run(0, _failures)
 
 
@@ -239,7 +239,7 @@ def _unpicklable() -> None:
     assert rref.rpc_sync().plus(4) == 7
 
 
-def test_a_value_that_can_not_travel_stays_and_is_used_there(workers: Cluster) -> None:
+def test_an_unpicklable_value_can_be_used_on_its_owner(workers: Cluster) -> None:
     workers.run(0, _unpicklable)
 
 
@@ -255,7 +255,7 @@ def _generic() -> None:
     assert rpc.PyRRef is rpc.RRef
 
 
-def test_it_is_generic(workers: Cluster) -> None:
+def test_rref_is_generic(workers: Cluster) -> None:
     import typing
 
     hints = typing.get_type_hints(_takes)
@@ -264,7 +264,7 @@ def test_it_is_generic(workers: Cluster) -> None:
     workers.run(0, _generic)
 
 
-def test_without_rpc() -> None:
+def test_rref_without_rpc_raises() -> None:
     with pytest.raises(UsageError, match="has not been initialized"):
         rpc.RRef(5)
     with pytest.raises(UsageError, match="has not been initialized"):

@@ -45,7 +45,7 @@ def _leak(rank: int, ignored: bool) -> tuple[str, int]:
     assert thing.rpc_sync().plus(1) == 1
     heard = Warnings()
     logging.getLogger("farprop").addHandler(heard)
-    # As torch's test does: nobody drops what is still there.
+    # As torch's test does: keep the remaining references.
     with mock.patch.object(rpc.api, "_delete_all_user_and_unforked_owner_rrefs"):
         if ignored:
             rpc.api._ignore_rref_leak = True
@@ -61,7 +61,7 @@ def _leak(rank: int, ignored: bool) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("ignored", [False, True])
-def test_the_leak_report_says_what_and_whose(ignored: bool) -> None:
+def test_the_leak_report_names_value_and_holder(ignored: bool) -> None:
     results = run_workers(_leak, 2, (ignored,))
     for rank, (report, line) in enumerate(results):
         other = f"worker{1 - rank}"
@@ -89,7 +89,7 @@ def _leak_found_late(rank: int) -> None:
 
     def late(*args: Any) -> None:
         if rank == 0:
-            wait_until(lambda: not owned())  # worker1 is gone by then, and its reference with it
+            wait_until(lambda: not owned())  # worker1 has left by then, and its reference is gone
         report(*args)
 
     with (
@@ -100,11 +100,11 @@ def _leak_found_late(rank: int) -> None:
         rpc.shutdown()
 
 
-def test_a_leak_is_reported_also_when_whoever_held_it_is_gone_first() -> None:
+def test_a_leak_is_reported_even_if_its_holder_has_left() -> None:
     run_workers(_leak_found_late, 2)
 
 
-def _after_the_end(rank: int) -> None:
+def _use_after_shutdown(rank: int) -> None:
     other = _start(rank)
     kept = rpc.remote(other, f.add, args=(1,))
     failed = rpc.remote(other, f.raise_custom)
@@ -127,11 +127,11 @@ def _after_the_end(rank: int) -> None:
 
 
 def test_references_after_shutdown() -> None:
-    run_workers(_after_the_end, 2)
+    run_workers(_use_after_shutdown, 2)
 
 
-def _held_everywhere(rank: int) -> None:
-    """References to each other, in values, in globals, in a cycle through two workers, and to what is not made."""
+def _keep_references_everywhere(rank: int) -> None:
+    """Keep references in values, in globals, in a cycle through two workers, and to a pending value."""
     other = _start(rank)
     thing = rpc.remote(other, g.Thing, args=("end",))
     thing.rpc_sync().set_inner([rpc.RRef(g.Thing("cycle", thing)), thing])
@@ -144,11 +144,11 @@ def _held_everywhere(rank: int) -> None:
     g.kept.clear()
 
 
-def test_graceful_shutdown_drops_all_references_also_in_cycles() -> None:
-    run_workers(_held_everywhere, 2)
+def test_graceful_shutdown_drops_all_references_including_cycles() -> None:
+    run_workers(_keep_references_everywhere, 2)
 
 
-class CallingAtTheEnd:
+class CallsInFinaliser:
     def __init__(self, other: str) -> None:
         self.other = other
 
@@ -159,22 +159,22 @@ class CallingAtTheEnd:
             g.note(str(error))
 
 
-def _finaliser_at_the_end(rank: int) -> tuple[list[Any], float]:
+def _finaliser_during_shutdown(rank: int) -> tuple[list[Any], float]:
     other = _start(rank)
-    g.keep("last", rpc.remote(other, CallingAtTheEnd, args=(f"worker{rank}",)))
+    g.keep("last", rpc.remote(other, CallsInFinaliser, args=(f"worker{rank}",)))
     g.kept["last"]._get_future().wait()
     began = time.monotonic()
     rpc.shutdown()
     return g.noted(), time.monotonic() - began
 
 
-def test_finalisers_that_make_calls_during_shutdown() -> None:
-    for noted, seconds in run_workers(_finaliser_at_the_end, 2):
+def test_finalisers_can_make_calls_during_shutdown() -> None:
+    for noted, seconds in run_workers(_finaliser_during_shutdown, 2):
         assert noted == ["called at the end"]
         assert seconds < 20
 
 
-def _at_once(rank: int) -> list[str]:
+def _ungraceful_shutdown(rank: int) -> list[str]:
     other = _start(rank)
     kept = rpc.remote(other, g.Thing)
     pending = rpc.remote(other, g.at_gate, args=("ungraceful",))
@@ -203,38 +203,38 @@ def _at_once(rank: int) -> list[str]:
 
 
 def test_ungraceful_shutdown_with_references() -> None:
-    for texts in run_workers(_at_once, 2, check=False):
+    for texts in run_workers(_ungraceful_shutdown, 2, check=False):
         assert len(texts) == 3
 
 
-def _again(rank: int) -> None:
+def _init_three_times(rank: int) -> None:
     old: list[Any] = []
-    for life in range(3):
+    for run in range(3):
         other = _start(rank)
-        rref = rpc.remote(other, f.identity, args=((rank, life),))
-        assert rref.to_here() == (rank, life)
-        mine = rpc.RRef((rank, life))
-        assert rpc.rpc_sync(other, g.to_here, args=(mine,)) == (rank, life)
+        rref = rpc.remote(other, f.identity, args=((rank, run),))
+        assert rref.to_here() == (rank, run)
+        mine = rpc.RRef((rank, run))
+        assert rpc.rpc_sync(other, g.to_here, args=(mine,)) == (rank, run)
         for earlier in old:
-            # The numbers of references start again, so these would reach the values of others.
+            # The ids of references start again, so the old ones could reach other values.
             with pytest.raises(RuntimeError):
                 rpc.rpc_sync(other, g.to_here, args=(earlier,))
             if not earlier.is_owner():
                 with pytest.raises(RuntimeError):
                     earlier.to_here()
         rpc.api._ignore_rref_leak = False
-        if life != 1:
+        if run != 1:
             old += [rref, mine]
             rpc.shutdown()
         else:
             del rref, mine, earlier
-            old.clear()  # of the first life, dropped in the second
+            old.clear()  # of the first run, dropped in the second
             become_empty()
             rpc.shutdown()
 
 
-def test_a_second_life() -> None:
-    run_workers(_again, 2)
+def test_references_of_an_earlier_init_raise() -> None:
+    run_workers(_init_three_times, 2)
 
 
 def _fork(rank: int) -> list[int]:
@@ -258,7 +258,7 @@ def _fork(rank: int) -> list[int]:
                 gc.collect()
                 os._exit(code)
             codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        # The child's references were copies that nobody counts.
+        # The child's references are copies that no owner lists.
         assert rref.rpc_sync().plus(1) == 1
         assert mine.local_value().plus(1) == 1
         assert counts() == before
@@ -271,7 +271,7 @@ def _fork(rank: int) -> list[int]:
     return codes
 
 
-def test_a_forked_child_harms_no_reference() -> None:
+def test_a_forked_child_does_not_release_references() -> None:
     assert run_workers(_fork, 2)[0] == [4, 4, 4, 3]
 
 
@@ -281,10 +281,10 @@ def _exit_with_references(rank: int) -> None:
     g.keep("two", rpc.RRef(g.Thing("two", g.kept["one"])))
     rpc.rpc_sync(other, g.keep, args=("three", g.kept["two"]))
     rpc.remote(other, g.at_gate, args=("never",))
-    # Both have come so far before the first one goes.
+    # Both workers reach this point before the first one exits.
     rpc.rpc_sync(other, g.open_gate, args=("exit",))
     g.at_gate("exit")
-    # and no shutdown
+    # no shutdown
 
 
 def test_exiting_with_references_neither_hangs_nor_crashes() -> None:

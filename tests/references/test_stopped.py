@@ -23,15 +23,15 @@ def _use_while_stopped() -> None:
     with pytest.raises(RpcTimeoutError):
         g.kept["value"].rpc_sync(timeout=0.3).plus(1)
     with pytest.raises(RpcTimeoutError):
-        rpc.rpc_sync("worker2", f.identity, args=(g.kept["number"],), timeout=0.3)  # its owner does not count it
+        rpc.rpc_sync("worker2", f.identity, args=(g.kept["number"],), timeout=0.3)  # its owner does not confirm it
     assert 0.9 <= time.monotonic() - began < 10
     for key in ("value", "number"):
         assert g.kept_state(key) == "CONFIRMED"
 
 
-def _use_after_that() -> None:
+def _use_after_continuing() -> None:
     assert g.kept["number"].to_here() == 2
-    assert g.kept["value"].rpc_sync().plus(1) in (1, 2)  # the one that timed out has run as well, or was too late
+    assert g.kept["value"].rpc_sync().plus(1) in (1, 2)  # the call that timed out may have run, or not
     assert rpc.rpc_sync("worker2", g.to_here, args=(g.kept["number"],)) == 2
     rpc.rpc_sync("worker1", g.open_gate, args=("never",))
 
@@ -42,7 +42,7 @@ def test_a_stopped_worker_is_not_dead(env: dict[str, str]) -> None:
         c.signal(1, signal.SIGSTOP)
         c.run(0, _use_while_stopped)
         c.signal(1, signal.SIGCONT)
-        c.run(0, _use_after_that)
+        c.run(0, _use_after_continuing)
         for rank in (0, 2):
             c.run(rank, drop_all)
         all_empty(c)
@@ -60,13 +60,13 @@ def _cut_and_use() -> float:
         return time.monotonic() - began
 
 
-def test_finding_out_whether_a_stopped_owner_lives_does_not_outlast_the_deadline(env: dict[str, str]) -> None:
+def test_probing_a_stopped_owner_ends_at_the_deadline(env: dict[str, str]) -> None:
     with cluster(3, env) as c:
         c.run(0, g.keep_some, "worker1", "worker2")
         c.signal(1, signal.SIGSTOP)
         assert c.run(0, _cut_and_use) < 8
         c.signal(1, signal.SIGCONT)
-        c.run(0, _use_after_that)
+        c.run(0, _use_after_continuing)
         for rank in (0, 2):
             c.run(rank, drop_all)
         all_empty(c)

@@ -1,4 +1,4 @@
-"""The places in a message in which references can travel, and errors for all others."""
+"""Where in a message references can be sent, and the errors everywhere else."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _outside_of_calls() -> None:
         assert rref.to_here() in (5, 2)
 
 
-def test_a_reference_can_not_be_pickled_or_copied_elsewhere(workers: Cluster) -> None:
+def test_references_can_not_be_pickled_or_copied_outside_of_calls(workers: Cluster) -> None:
     workers.run(0, _outside_of_calls)
 
 
@@ -65,7 +65,7 @@ def _dig(value: Any) -> Any:
     return value[0]["a"][0].content[1].content["rref"].to_here()
 
 
-def _dig_and_give(value: Any) -> Any:
+def _dig_and_return(value: Any) -> Any:
     return Box([value[0]["a"][0].content[1].content["rref"]], "back")
 
 
@@ -73,7 +73,7 @@ def _keyword(*, rref: Any, others: Any = ()) -> Any:
     return [rref.to_here(), *(other.to_here() for other in others)]
 
 
-def _everywhere() -> None:
+def _at_all_depths() -> None:
     mine = rpc.RRef(40)
     theirs = rpc.remote("worker1", f.add, args=(1,))
     third = rpc.remote("worker2", f.add, args=(2,))
@@ -82,7 +82,7 @@ def _everywhere() -> None:
         assert rpc.rpc_sync("worker1", _dig, args=(deep,)) == value
         assert rpc.rpc_async("worker1", _dig, args=(deep,)).wait() == value
         assert rpc.remote("worker1", _dig, args=(deep,)).to_here() == value
-        back = rpc.rpc_sync("worker1", _dig_and_give, args=(deep,))
+        back = rpc.rpc_sync("worker1", _dig_and_return, args=(deep,))
         assert back.label == "back"
         assert back.content[0].to_here() == value
         assert rpc.rpc_sync("worker1", _keyword, kwargs={"rref": rref, "others": {rref}}) == [value, value]
@@ -91,18 +91,18 @@ def _everywhere() -> None:
         assert rpc.rpc_sync("worker1", functools.partial(_keyword, rref=rref)) == [value]
         assert rpc.rpc_sync("worker1", WithState(rref).value, args=(2,)) == value + 2
         assert rpc.remote("worker1", WithState(rref).value, args=(2,)).to_here() == value + 2
-        # beside tensors that travel in shared memory, and views that make the codec start again
+        # beside tensors in shared memory, and views that make the codec start again
         base = torch.rand(200_000)
         got = rpc.rpc_sync("worker1", f.identity, args=([base[:10], rref, base, base[5:]],))
         assert torch.equal(got[2], base)
         assert got[1].to_here() == value
 
 
-def test_deep_in_a_message(workers: Cluster) -> None:
-    workers.run(0, _everywhere)
+def test_references_deep_in_a_message(workers: Cluster) -> None:
+    workers.run(0, _at_all_depths)
 
 
-def _is_one(first: Any, second: Any, box: Any) -> bool:
+def _are_identical(first: Any, second: Any, box: Any) -> bool:
     return first is second and box.content is first
 
 
@@ -110,19 +110,19 @@ def _forks() -> int:
     return int(rpc._rref_context_get_debug_info()["num_forks"])
 
 
-def _twice() -> None:
+def _same_reference_twice() -> None:
     for rref in (rpc.RRef(1), rpc.remote("worker1", f.noop), rpc.remote("worker2", f.noop)):
-        assert rpc.rpc_sync("worker1", _is_one, args=(rref, rref, Box(rref)))
+        assert rpc.rpc_sync("worker1", _are_identical, args=(rref, rref, Box(rref)))
         first, second = rpc.rpc_sync("worker1", f.identity, args=((rref, rref),))
         assert first is second
     rref = rpc.remote("worker1", f.add, args=(1,))
-    pair = rpc.rpc_sync("worker2", f.identity, args=([rref, rref],))
+    results = rpc.rpc_sync("worker2", f.identity, args=([rref, rref],))
     wait_until(lambda: rpc.rpc_sync("worker1", _forks) == 2, "one fork is ours, one has come back")
-    assert pair[0].to_here() == 2
+    assert results[0].to_here() == 2
 
 
-def test_the_same_reference_twice_arrives_as_one(workers: Cluster) -> None:
-    workers.run(0, _twice)
+def test_a_reference_that_is_sent_twice_arrives_as_one_object(workers: Cluster) -> None:
+    workers.run(0, _same_reference_twice)
 
 
 class Carrier(Exception):
@@ -155,7 +155,7 @@ def _in_exceptions() -> None:
             assert time.monotonic() - began < 20
 
 
-def test_in_an_exception_it_stays_behind(workers: Cluster) -> None:
+def test_references_in_exceptions_are_not_sent(workers: Cluster) -> None:
     workers.run(0, _in_exceptions)
 
 
@@ -192,58 +192,58 @@ def _both_values(*rrefs: Any) -> list[Any]:
     return [rref.to_here() for rref in rrefs]
 
 
-def _own_pickler() -> None:
+def _custom_pickler() -> None:
     mine, theirs, third = rpc.RRef(1), rpc.remote("worker1", f.add, args=(1,)), rpc.remote("worker2", f.add, args=(2,))
     with rpc._use_rpc_pickler(Doubling()):
         assert rpc.rpc_sync("worker1", _both_values, args=(mine, theirs, third)) == [1, 2, 3, 1, 2, 3]
         assert rpc.remote("worker1", _both_values, args=(third,)).to_here() == [3, 3]
 
 
-def test_through_a_pickler_of_ones_own(workers: Cluster) -> None:
-    workers.run(0, _own_pickler)
+def test_a_custom_pickler_sends_references(workers: Cluster) -> None:
+    workers.run(0, _custom_pickler)
 
 
-class Unreadable:
+class RaisesWhenUnpickled:
     def __init__(self, rref: Any) -> None:
         self.rref = rref
 
     def __reduce__(self) -> Any:
-        return _refuse_to_be_read, (self.rref,)
+        return _raise_when_unpickled, (self.rref,)
 
 
-def _refuse_to_be_read(rref: Any) -> None:
+def _raise_when_unpickled(rref: Any) -> None:
     raise OSError("not today")
 
 
-def _unreadable(rref: Any) -> Any:
-    return Unreadable(rref)
+def _return_unreadable(rref: Any) -> Any:
+    return RaisesWhenUnpickled(rref)
 
 
-class Unwritable:
+class RaisesWhenPickled:
     def __reduce__(self) -> Any:
         raise OSError("not written")
 
 
-def _unwritable(rref: Any) -> Any:
-    return [rref, Unwritable()]
+def _return_unwritable(rref: Any) -> Any:
+    return [rref, RaisesWhenPickled()]
 
 
-def _spoilt_messages() -> None:
+def _broken_messages() -> None:
     """Failed calls must not leak the references in them."""
     for owner in ("worker0", "worker1", "worker2"):
         rref = rpc.remote(owner, g.Thing, args=("spoilt",))
         with pytest.raises(OSError, match="not today"):
-            rpc.rpc_sync("worker1", f.identity, args=(Unreadable(rref),))
+            rpc.rpc_sync("worker1", f.identity, args=(RaisesWhenUnpickled(rref),))
         with pytest.raises(OSError, match="not today"):
-            rpc.rpc_sync("worker1", _unreadable, args=(rref,))
+            rpc.rpc_sync("worker1", _return_unreadable, args=(rref,))
         with pytest.raises(OSError, match="not today"):
-            rpc.remote("worker1", _unreadable, args=(rref,)).to_here()
+            rpc.remote("worker1", _return_unreadable, args=(rref,)).to_here()
         with pytest.raises(OSError, match="not written"):
-            rpc.rpc_sync("worker1", f.identity, args=([rref, Unwritable()],))
+            rpc.rpc_sync("worker1", f.identity, args=([rref, RaisesWhenPickled()],))
         with pytest.raises(OSError, match="not written"):
-            rpc.remote("worker1", f.identity, args=([rref, Unwritable()],))
+            rpc.remote("worker1", f.identity, args=([rref, RaisesWhenPickled()],))
         with pytest.raises(OSError, match="not written"):
-            rpc.rpc_sync("worker1", _unwritable, args=(rref,))
+            rpc.rpc_sync("worker1", _return_unwritable, args=(rref,))
         with pytest.raises(RuntimeError, match="RPC pickler does not serialize"):
             rpc.rpc_sync("worker1", _gone, args=(rref,))
 
@@ -255,6 +255,6 @@ def _forget_gone() -> None:
     globals().pop("_gone", None)
 
 
-def test_messages_that_can_not_be_written_or_read_leak_nothing(workers: Cluster) -> None:
+def test_messages_that_can_not_be_pickled_or_unpickled_leak_no_references(workers: Cluster) -> None:
     workers.run(1, _forget_gone)
-    workers.run(0, _spoilt_messages)
+    workers.run(0, _broken_messages)
