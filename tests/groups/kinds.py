@@ -42,7 +42,7 @@ def _lonely(store: Any, rank: int, size: int, timeout: Any) -> LonelyProcessGrou
 
 @contextmanager
 def default_group(kind: str, rank: int, world_size: int) -> Iterator[dist.ProcessGroup]:
-    """The default group of ``torch.distributed`` is of this kind."""
+    """Make a group of this kind the default group of ``torch.distributed``."""
     makers = {"messages": _messages, "three": _three, "counting": _counting, "lonely": _lonely}
     if kind in makers and kind not in dist.Backend.backend_list:
         dist.Backend.register_backend(kind, makers[kind], devices=["cpu"])
@@ -50,7 +50,7 @@ def default_group(kind: str, rank: int, world_size: int) -> Iterator[dist.Proces
     dist.init_process_group(kind, store=store, rank=rank, world_size=world_size)
     try:
         yield dist.group.WORLD
-        # Whoever has the store leaves last.
+        # The rank that hosts the store leaves last.
         if rank:
             store.set(f"left/{rank}", "")
         else:

@@ -1,4 +1,4 @@
-"""The simplest group of several ranks: messages are entries of a c10d store."""
+"""The simplest group of several ranks: it sends messages as entries of a c10d store."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StoreGroup(ProcessGroup):
 
 
 class _RecvWork(Work):
-    """A work that is done by whoever waits for it."""
+    """A work whose ``wait`` receives the message."""
 
     def __init__(self, store: dist.Store, key: str, tensor: torch.Tensor) -> None:
         super().__init__()

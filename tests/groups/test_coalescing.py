@@ -1,4 +1,4 @@
-"""Several collectives as one, and the other things that newer versions of torch give groups in Python."""
+"""Coalesced collectives, and other features of groups in Python that newer versions of torch have."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.workers import run_workers
 CPU = torch.device("cpu")
 
 
-def manager(rank: int, size: int, kind: str) -> None:
+def coalescing_manager(rank: int, size: int, kind: str) -> None:
     with default_group(kind, rank, size) as group:
         for is_async in (False, True):
             x, y = torch.full((3,), float(rank)), torch.full((2,), float(rank))
@@ -33,7 +33,7 @@ def manager(rank: int, size: int, kind: str) -> None:
             total = float(sum(range(size)))
             assert x.equal(torch.full((3,), total))
             assert y.equal(torch.full((2,), total))
-        # What torch does not put together by itself.
+        # Collectives that torch does not coalesce by itself.
         z = torch.full((2,), float(rank))
         outputs = [torch.empty(2) for _ in range(size)]
         with _coalescing_manager(group, CPU, async_ops=True) as works:
@@ -42,7 +42,7 @@ def manager(rank: int, size: int, kind: str) -> None:
         works.wait()
         assert z.equal(torch.ones(2))
         assert [output[0].item() for output in outputs] == [float(other) for other in range(size)]
-        # And afterwards all is as before.
+        # Afterwards, collectives work as before.
         dist.all_reduce(z)
         assert z.equal(torch.full((2,), float(size)))
 
@@ -60,8 +60,8 @@ def ring(rank: int, size: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["messages", "three", "counting", "farprop"])
-def test_the_manager(kind):
-    run_workers(manager, 2, (2, kind))
+def test_the_coalescing_manager(kind):
+    run_workers(coalescing_manager, 2, (2, kind))
 
 
 @pytest.mark.parametrize("kind", ["messages", "counting", "farprop"])
@@ -69,7 +69,7 @@ def test_batches_of_messages(kind):
     run_workers(ring, 3, (3, kind))
 
 
-def test_works_as_one():
+def test_a_coalesced_work_completes_with_all_of_its_works():
     first, second = Work(), Work()
     work = CoalescedWork([first, second])
     future = work.get_future()
@@ -85,7 +85,7 @@ def test_works_as_one():
     assert work.result() == tensors
 
 
-def test_one_of_several_fails():
+def test_a_coalesced_work_fails_with_one_of_its_works():
     first, second = completed([]), Work()
     second.fail(InjectedFaultError("cut"))
     work = CoalescedWork([first, second])
@@ -96,7 +96,7 @@ def test_one_of_several_fails():
     assert isinstance(work.exception(), InjectedFaultError)
 
 
-def test_start_and_end_belong_together():
+def test_start_and_end_of_coalescing_must_match():
     group = LonelyProcessGroup()
     with pytest.raises(UsageError, match="without start_coalescing"):
         group.end_coalescing()
@@ -179,7 +179,7 @@ class Named(LonelyProcessGroup):
         return "what it is for"
 
 
-def test_overridden_names():
+def test_overridden_rank_size_and_names():
     group = Named()
     assert (group.group_name, group.group_desc, group.rank(), group.size()) == ("a name", "what it is for", 0, 1)
     group.abort()

@@ -1,4 +1,4 @@
-"""Every collective of torch, on every way to write a group; Gloo says what is right."""
+"""Every collective of torch on every kind of group. Gloo's results are the expected ones."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def collectives(rank: int, size: int, kind: str) -> None:
         dist.reduce_scatter_single(x, mine(rank, 2 * size))
         assert x.equal(sum(mine(other, 2 * size) for other in range(size))[2 * rank : 2 * rank + 2])
 
-        # Rank r sends r + s + 1 elements to rank s. Gloo only takes that in one tensor.
+        # Rank r sends r + s + 1 elements to rank s. Gloo accepts that only in one tensor.
         rows = (lambda a, b: 2) if kind in ("gloo", "counting") else (lambda a, b: a + b + 1)
         outputs = [torch.zeros(rows(other, rank)) for other in range(size)]
         dist.all_to_all(outputs, [mine(10 * rank + other, rows(rank, other)) for other in range(size)])
@@ -100,7 +100,7 @@ def operations(rank: int, size: int, kind: str) -> list[list[torch.Tensor]]:
     with default_group(kind, rank, size):
         results = []
         for name in OPERATIONS:
-            if kind == "gloo" and name == "AVG":  # it can't
+            if kind == "gloo" and name == "AVG":  # Gloo has no AVG
                 x = mine(rank, 5, dtype=torch.int32)
                 dist.all_reduce(x)
                 x //= size
@@ -164,7 +164,7 @@ def test_coalesced(kind):
 def messages(rank: int, size: int) -> None:
     with default_group("messages", rank, size) as group:
         if rank == 0:
-            # One under way with the user's tag does not meet those of collectives.
+            # A pending message with the user's tag is not mixed up with those of collectives.
             x = torch.zeros(2)
             receive = dist.irecv(x, 1)
             dist.barrier()

@@ -1,4 +1,4 @@
-"""What torch builds on groups accepts those written in Python."""
+"""What torch builds on process groups works with groups written in Python."""
 
 from __future__ import annotations
 

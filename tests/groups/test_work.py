@@ -1,4 +1,4 @@
-"""Works: waiting, errors, and how long they live."""
+"""Works: waiting, errors and lifetime."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from farprop.distributed import FaultyProcessGroup, LonelyProcessGroup, ProcessG
 from farprop.errors import CollectiveTimeoutError, InjectedFaultError, UsageError
 
 
-def test_a_work_that_ends_well():
+def test_a_work_that_succeeds():
     work = Work()
     assert not work.is_completed()
     assert not work.is_success()
@@ -39,7 +39,7 @@ def test_a_work_that_fails():
         work.wait()
 
 
-def test_waiting_has_an_end():
+def test_wait_with_a_timeout():
     work = Work()
     with pytest.raises(CollectiveTimeoutError, match="not done after 0.01 s"):
         work.wait(timedelta(milliseconds=10))
@@ -49,7 +49,7 @@ def test_waiting_has_an_end():
     thread.join()
 
 
-def test_a_wait_may_have_no_end():
+def test_wait_without_a_timeout():
     work = Work()
     thread = threading.Timer(0.01, work.complete, [[]])
     thread.start()
@@ -67,12 +67,12 @@ def test_a_work_around_a_future():
     assert work.get_future() is future
 
 
-class _Noted(Work):
-    """Its end depends on the object itself."""
+class _Tracked(Work):
+    """A work in Python that weak references can watch."""
 
 
-def test_a_work_lives_as_long_as_somebody_has_its_future():
-    work = _Noted()
+def test_a_work_lives_as_long_as_its_future():
+    work = _Tracked()
     seen = weakref.ref(work)
     future = work.get_future()
     del work
@@ -86,7 +86,7 @@ def test_a_work_lives_as_long_as_somebody_has_its_future():
 
 
 class _Slow(LonelyProcessGroup):
-    """Its works end in another thread, which only knows the future."""
+    """Its works end in another thread, which refers only to the future."""
 
     def __init__(self):
         super().__init__()
@@ -94,7 +94,7 @@ class _Slow(LonelyProcessGroup):
         self.works = []
 
     def allreduce(self, tensors, opts=None, timeout=None):
-        work = _Noted()
+        work = _Tracked()
         thread = threading.Timer(0.01, work.get_future().set_result, [list(tensors)])
         self.threads.append(thread)
         self.works.append(weakref.ref(work))
@@ -102,7 +102,7 @@ class _Slow(LonelyProcessGroup):
         return work
 
 
-def test_torch_keeps_works_that_it_waits_for():
+def test_torch_keeps_works_alive_while_it_waits():
     group = _Slow()
     layer = torch.nn.Linear(2, 2)
     ddp = torch.nn.parallel.DistributedDataParallel(layer, process_group=group)
@@ -121,7 +121,7 @@ class _Nothing(ProcessGroup):
     pass
 
 
-def test_a_group_without_primitives_says_what_it_needs():
+def test_a_group_without_primitives_names_the_methods_it_needs():
     group = _Nothing(0, 2)
     for call in (
         lambda: group.allreduce([torch.ones(1)]),
@@ -137,7 +137,7 @@ def test_a_group_without_primitives_says_what_it_needs():
         LonelyProcessGroup(1, 2)
 
 
-def test_a_faulty_group_fails_and_delays_what_it_is_told_to():
+def test_a_faulty_group_fails_and_delays_the_chosen_calls():
     group = FaultyProcessGroup(LonelyProcessGroup(), fail=[2], delay={3: 0.01})
     assert group.allreduce([torch.ones(1)]).wait()
     work = group.broadcast([torch.ones(1)])

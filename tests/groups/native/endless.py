@@ -1,4 +1,4 @@
-"""Ranks that run collectives until something goes wrong. These functions run in workers."""
+"""Ranks that run collectives until one fails. These functions run in workers."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ KINDS: dict[str, Callable[[torch.Tensor, int], object]] = {
     "barrier": lambda x, root: dist.barrier(),
     "messages": _exchange,
 }
-MUCH = 25_000_000  # floats: more than a system holds for a process that does not read
+MUCH = 25_000_000  # floats: more than the socket buffers of a process that does not read can hold
 _LENGTHS = (1, 1000, 300_000)
 
 
 @dataclass
 class Ending:
-    """What ended it, and when: all processes of a machine have this clock in common."""
+    """The error that ended a rank's collectives, and its time by a clock that all processes of the machine share."""
 
     when: float
     error: Exception
@@ -66,7 +66,7 @@ def join(rank: int, size: int, seconds: float = 1800) -> None:
 
 
 def run(kinds: list[str], seed: int) -> Ending:
-    """Collectives of these kinds in an order, with roots and lengths, that the seed decides."""
+    """Run collectives of these kinds until one fails. The seed decides their order, roots and lengths."""
     global _count
     dice = random.Random(seed)
     try:
@@ -81,18 +81,18 @@ def run(kinds: list[str], seed: int) -> Ending:
 
 
 def await_collectives(count: int) -> None:
-    """Return when this rank has done so many."""
+    """Wait until this rank has done this many collectives."""
     with _change:
         _change.wait_for(lambda: _count >= count)
 
 
 def once(kind: str, length: int = 3) -> Ending:
-    """One collective that is to fail."""
+    """Run one collective, which must fail."""
     return _ending(lambda: KINDS[kind](torch.ones(length), 0))
 
 
 def receive(source: int) -> Ending:
-    """A message that is not to come."""
+    """Receive a message that never arrives."""
 
     def wait() -> None:
         work = dist.irecv(torch.ones(3), source)
@@ -111,7 +111,7 @@ def make_groups(members: list[list[int]]) -> None:
 
 
 def reduce_in(group: int) -> Ending | None:
-    """An all-reduce in one of these groups: what ended it, or None if it is right."""
+    """All-reduce in one of the groups that were made; return the error, or None if the result is right."""
     x = torch.ones(3)
     try:
         dist.all_reduce(x, group=_groups[group])
@@ -122,11 +122,11 @@ def reduce_in(group: int) -> Ending | None:
 
 
 def send_much(to: int) -> Ending:
-    """A message that is not taken."""
+    """Send a message that the other rank does not read."""
     return _ending(lambda: dist.send(torch.ones(MUCH), to))
 
 
-def much() -> None:
+def reduce_much() -> None:
     x = torch.ones(MUCH)
     dist.all_reduce(x)
     assert x.equal(torch.full_like(x, float(dist.get_world_size())))

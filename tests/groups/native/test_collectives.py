@@ -64,7 +64,7 @@ def test_fsdp2():
 
 def premultiplied(rank: int, size: int) -> None:
     with default_group("farprop", rank, size):
-        for count in (5, 100_000, COUNT):  # everybody reduces all of it, or a share; or it goes along the ranks
+        for count in (5, 100_000, COUNT):  # one per algorithm: one-shot, reduce-scatter and all-gather, chain
             x = every_group.mine(rank, count)
             dist.all_reduce(x, dist._make_nccl_premul_sum(0.5))
             right = sum(every_group.mine(other, count) for other in range(size)) / 2
@@ -130,7 +130,7 @@ def test_large(layout, size):
 
 def uneven(rank: int, size: int) -> None:
     with default_group("farprop", rank, size):
-        # From nothing to more than a slot.
+        # From empty to larger than a slot.
         counts = [other * other * 200_000 for other in range(size)]
         outputs = [torch.full((count,), -1.0) for count in counts]
         dist.all_gather(outputs, numbers(rank, counts[rank]))
@@ -190,7 +190,7 @@ def bits(rank: int, size: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", ["one", "tcp", "two"])
-def test_all_ranks_and_all_runs_have_the_same_bits(layout):
+def test_results_are_bitwise_equal_on_all_ranks_and_in_all_runs(layout):
     first, second = (run_workers(bits, 4, (4,), environment(layout, 4)) for _ in range(2))
     for results in (*first, *second):
         assert all(a.equal(b) for a, b in zip(results, first[0], strict=True))
@@ -212,7 +212,7 @@ def not_contiguous(rank: int, size: int) -> None:
         assert scalar.item() == 1
 
 
-def test_tensors_of_any_form():
+def test_non_contiguous_tensors():
     run_workers(not_contiguous, 2, (2,))
 
 
@@ -220,7 +220,7 @@ def asynchronous(rank: int, size: int) -> None:
     with default_group("farprop", rank, size) as group:
         tensors = [torch.full((count,), float(rank)) for count in (3, 700_000, 1, 40_000)]
         works = [dist.all_reduce(x, async_op=True) for x in tensors]
-        # One that waits comes after all that were started before it.
+        # A blocking collective runs after all that were started before it.
         last = torch.ones(1)
         dist.all_reduce(last)
         assert all(work.is_completed() and work.is_success() for work in works)
@@ -238,8 +238,8 @@ def test_asynchronous(layout, size):
 
 def subgroups(rank: int, size: int) -> None:
     with default_group("farprop", rank, size):
-        pairs = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-        group = pairs[rank % 2]
+        subgroups_of_two = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+        group = subgroups_of_two[rank % 2]
         x = torch.full((1,), float(rank))
         dist.all_reduce(x, group=group)
         assert x.item() == (2 if rank % 2 == 0 else 4)
@@ -258,7 +258,7 @@ def test_subgroups(layout):
 def groups_of_halves(rank: int, size: int) -> None:
     with default_group("farprop", rank, size):
         half, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
-        # Only the ranks of a half make these, so both halves give them the same name.
+        # Only the ranks of one half make each group, so both groups get the same name.
         alone, parts = dist.new_subgroups(group_size=1, group=half)
         again = dist.new_group(dist.get_process_group_ranks(half))
         assert [part.size() for part in parts if part is alone] == [1]

@@ -1,4 +1,4 @@
-"""What goes wrong is said, on every rank, and nobody hangs."""
+"""Errors are reported on every rank, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ def error_of(call, *args, **kwargs) -> Exception:
 def mismatch(rank: int, size: int, what: str) -> str:
     with default_group("farprop", rank, size):
         dist.barrier()
-        odd = rank == size - 1
+        is_last = rank == size - 1
         if what == "order":
-            error = error_of(dist.broadcast if odd else dist.all_reduce, torch.ones(3), *([0] if odd else []))
+            error = error_of(dist.broadcast if is_last else dist.all_reduce, torch.ones(3), *([0] if is_last else []))
         elif what == "shape":
-            error = error_of(dist.all_reduce, torch.ones(4 if odd else 3))
+            error = error_of(dist.all_reduce, torch.ones(4 if is_last else 3))
         elif what == "dtype":
-            error = error_of(dist.all_reduce, torch.ones(3, dtype=torch.float64 if odd else torch.float32))
+            error = error_of(dist.all_reduce, torch.ones(3, dtype=torch.float64 if is_last else torch.float32))
         elif what == "operation":
-            error = error_of(dist.all_reduce, torch.ones(3), dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM)
+            error = error_of(dist.all_reduce, torch.ones(3), dist.ReduceOp.MAX if is_last else dist.ReduceOp.SUM)
         else:
-            error = error_of(dist.broadcast, torch.ones(3), 1 if odd else 0)
+            error = error_of(dist.broadcast, torch.ones(3), 1 if is_last else 0)
         assert isinstance(error, CollectiveMismatchError), error
-        # The group is broken, and says why.
+        # Later collectives of the failed group raise the same error.
         again = error_of(dist.all_reduce, torch.ones(3))
         assert str(again) == str(error)
         return str(error)
 
 
-SAYINGS = {
+EXPECTED = {
     "order": ("allreduce of float32 [3] with SUM", "broadcast of float32 [3] from rank 0"),
     "shape": ("allreduce of float32 [3] with SUM", "allreduce of float32 [4] with SUM"),
     "dtype": ("allreduce of float32 [3] with SUM", "allreduce of float64 [3] with SUM"),
@@ -66,22 +66,22 @@ SAYINGS = {
 
 
 @pytest.mark.parametrize(
-    ("layout", "what"), [*(("one", what) for what in SAYINGS), ("tcp", "shape"), ("tcp", "order"), ("two", "root")]
+    ("layout", "what"), [*(("one", what) for what in EXPECTED), ("tcp", "shape"), ("tcp", "order"), ("two", "root")]
 )
-def test_mismatches_are_named(layout, what):
+def test_both_calls_of_a_mismatch_are_named(layout, what):
     for text in run_workers(mismatch, 3, (3, what), environment(layout, 3)):
-        first, second = SAYINGS[what]
+        first, second = EXPECTED[what]
         assert f"called {first}" in text
         assert f"rank 2 called {second}" in text or f"Rank 2 called {second}" in text
         assert "collective 2 of their group" in text
 
 
-def survive(rank: int, size: int, way: str) -> str:
+def wait_for_a_killed_rank(rank: int, size: int, way: str) -> str:
     store = job_store(rank, size)
     dist.init_process_group("farprop", store=store, rank=rank, world_size=size)
     dist.barrier()
     if rank == 1:
-        # Not before the others wait for it.
+        # When the others wait for it.
         store.wait(["waiting/0", "waiting/2"])
         os.kill(os.getpid(), signal.SIGKILL)
     store.set(f"waiting/{rank}", "")
@@ -104,19 +104,19 @@ def survive(rank: int, size: int, way: str) -> str:
 @pytest.mark.parametrize(
     ("layout", "way"), [("one", "sync"), ("one", "async"), ("one", "message"), ("tcp", "sync"), ("two", "sync")]
 )
-def test_a_killed_rank_is_named_everywhere(layout, way):
+def test_a_killed_rank_is_named_on_all_other_ranks(layout, way):
     with pytest.raises(AssertionError) as caught:
-        run_workers(survive, 3, (3, way), environment(layout, 3), check=False)
-    # That one was killed is the only problem.
+        run_workers(wait_for_a_killed_rank, 3, (3, way), environment(layout, 3), check=False)
+    # The killed rank is the only failure.
     assert re.fullmatch(r"worker1 \(pid \d+\) was ended by SIGKILL before it answered", str(caught.value))
 
 
-def late(rank: int, size: int) -> str | None:
+def call_after_the_timeout(rank: int, size: int) -> str | None:
     store = job_store(rank, size)
     dist.init_process_group("farprop", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=2))
     dist.barrier()
     if rank == 1:
-        store.wait(["gave up/0", "gave up/2"])  # it comes when it is too late
+        store.wait(["gave up/0", "gave up/2"])  # it joins when it is too late
     error = error_of(dist.all_reduce, torch.ones(3))
     store.set(f"gave up/{rank}", "")
     store.wait([f"gave up/{other}" for other in range(size)])
@@ -128,9 +128,9 @@ def late(rank: int, size: int) -> str | None:
 
 
 @LAYOUT
-def test_who_did_not_come_is_named(layout):
-    first, second, third = run_workers(late, 3, (3,), environment(layout, 3))
-    # Whoever is first to give up names it, and tells the others.
+def test_a_rank_that_does_not_join_a_collective_is_named(layout):
+    first, second, third = run_workers(call_after_the_timeout, 3, (3,), environment(layout, 3))
+    # The rank that times out first names it, and tells the others.
     assert any(text.startswith("CollectiveTimeoutError") for text in (first, third))
     for text in (first, third):
         assert "timed out in allreduce of float32 [3]" in text
@@ -138,7 +138,7 @@ def test_who_did_not_come_is_named(layout):
     assert "gave up" in second
 
 
-def left(rank: int, size: int) -> None:
+def collective_after_a_rank_left(rank: int, size: int) -> None:
     store = job_store(rank, size)
     dist.init_process_group("farprop", store=store, rank=rank, world_size=size)
     x = torch.ones(1)
@@ -160,8 +160,8 @@ def left(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("layout", ["one", "tcp"])
-def test_a_rank_that_left(layout):
-    run_workers(left, 2, (2,), environment(layout, 2))
+def test_a_collective_after_a_rank_has_left_fails(layout):
+    run_workers(collective_after_a_rank_left, 2, (2,), environment(layout, 2))
 
 
 def bad_arguments(rank: int, size: int) -> None:
@@ -175,7 +175,7 @@ def bad_arguments(rank: int, size: int) -> None:
             group.broadcast([x], 7)
         with pytest.raises(UsageError, match="CPU tensors"):
             dist.all_reduce(torch.ones(3, device="meta"))
-        # All of that was said before anything was sent.
+        # All of these were raised before anything was sent.
         dist.all_reduce(x)
         assert x.equal(torch.full((3,), float(size)))
 
@@ -184,7 +184,7 @@ def test_bad_arguments_break_nothing():
     run_workers(bad_arguments, 2, (2,))
 
 
-def uneven_exchange(rank: int, size: int) -> str:
+def mismatched_all_to_all(rank: int, size: int) -> str:
     with default_group("farprop", rank, size):
         outputs = [torch.zeros(2), torch.zeros(3 if rank == 0 else 2)]
         with pytest.raises((CollectiveError, UsageError)) as caught:
@@ -192,14 +192,14 @@ def uneven_exchange(rank: int, size: int) -> str:
         return str(caught.value)
 
 
-def test_an_exchange_that_does_not_fit():
-    first, second = run_workers(uneven_exchange, 2, (2,))
+def test_all_to_all_with_mismatched_sizes_fails():
+    first, second = run_workers(mismatched_all_to_all, 2, (2,))
     assert first == "Rank 1 sends 2 elements to rank 0, which expects 3."
     assert "failed on rank 0" in second
     assert first in second
 
 
-def absent(rank: int, size: int) -> None:
+def missing_rank(rank: int, size: int) -> None:
     store = job_store(rank, size)
     if rank == 0:
         with pytest.raises(RendezvousError, match="Rank 1 of 2 has not called init_process_group"):
@@ -208,12 +208,12 @@ def absent(rank: int, size: int) -> None:
     store.wait(["done"])
 
 
-def test_a_rank_that_does_not_start():
-    run_workers(absent, 2, (2,), check=False)
+def test_a_rank_that_does_not_start_is_named():
+    run_workers(missing_rank, 2, (2,), check=False)
 
 
 def refused(rank: int, size: int, words: str) -> None:
-    """No rank gets into the group, and each one's error has these words."""
+    """No rank can join the group, and the error of each has these words."""
     store = job_store(rank, size)
     with pytest.raises(RendezvousError, match=words):
         dist.init_process_group("farprop", store=store, rank=rank, world_size=size)
@@ -221,12 +221,12 @@ def refused(rank: int, size: int, words: str) -> None:
     store.wait([f"done/{other}" for other in range(size)])
 
 
-def test_ranks_that_share_no_secret():
+def test_ranks_with_different_secrets_are_refused():
     environments = [{"FARPROP_SECRET": secrets.token_hex(16)} for _ in range(2)]
     run_workers(refused, 2, (2, "different secrets"), environments, check=False)
 
 
-def destroyed_early(rank: int, size: int) -> None:
+def destroy_with_pending_work(rank: int, size: int) -> None:
     store = job_store(rank, size)
     dist.init_process_group("farprop", store=store, rank=rank, world_size=size)
     dist.barrier()
@@ -244,11 +244,11 @@ def destroyed_early(rank: int, size: int) -> None:
 
 
 @LAYOUT
-def test_a_group_that_is_destroyed_too_early(layout):
-    run_workers(destroyed_early, 2, (2,), environment(layout, 2))
+def test_destroying_a_group_with_pending_works_fails_them(layout):
+    run_workers(destroy_with_pending_work, 2, (2,), environment(layout, 2))
 
 
-def ends_without_a_word(rank: int, size: int) -> None:
+def exit_without_destroying(rank: int, size: int) -> None:
     dist.init_process_group("farprop", store=job_store(rank, size), rank=rank, world_size=size)
     for _ in range(20):
         dist.all_reduce(torch.ones(3))
@@ -256,16 +256,16 @@ def ends_without_a_word(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("layout", ["one", "tcp"])
-def test_programs_that_just_end(layout):
-    run_workers(ends_without_a_word, 3, (3,), environment(layout, 3), check=False, full_exit=True)
+def test_exiting_without_destroying_the_group(layout):
+    run_workers(exit_without_destroying, 3, (3,), environment(layout, 3), check=False, full_exit=True)
 
 
-def threads_end(rank: int, size: int) -> None:
+def start_and_end_threads(rank: int, size: int) -> None:
     before = threading.active_count()
     with default_group("farprop", rank, size):
         dist.all_reduce(torch.ones(1), async_op=True).wait()
         assert threading.active_count() > before
 
 
-def test_nothing_is_left_behind():
-    run_workers(threads_end, 2, (2,))
+def test_no_thread_is_left_behind():
+    run_workers(start_and_end_threads, 2, (2,))

@@ -19,7 +19,7 @@ from tests.support.workers import processes, run_workers
 LAYOUT = pytest.mark.parametrize("layout", ["one", "tcp"])
 
 
-def fork_one_that_stays() -> int:
+def fork_idle_child() -> int:
     pid = os.fork()
     if pid == 0:
         try:
@@ -30,10 +30,10 @@ def fork_one_that_stays() -> int:
 
 
 @LAYOUT
-def test_a_child_does_not_keep_a_dead_rank_alive(layout):
+def test_a_forked_child_does_not_keep_a_dead_rank_alive(layout):
     with processes(2, environment(layout, 2), check=False) as job:
         join_all(job, 2)
-        child = job.run(1, fork_one_that_stays)
+        child = job.run(1, fork_idle_child)
         try:
             waiting = job.start(0, endless.once, "all_reduce")
             job.kill(1)
@@ -42,14 +42,14 @@ def test_a_child_does_not_keep_a_dead_rank_alive(layout):
             os.kill(child, signal.SIGKILL)
 
 
-def use_it_in_a_child() -> None:
+def use_group_in_a_child() -> None:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             with pytest.raises(UsageError) as caught:
                 dist.all_reduce(torch.ones(1))
-            dist.destroy_process_group()  # which says nothing to the other ranks
+            dist.destroy_process_group()  # sends nothing to the other ranks
             os.write(writing, str(caught.value).encode())
         finally:
             os._exit(1)
@@ -62,12 +62,12 @@ def use_it_in_a_child() -> None:
 def fork_and_go_on(rank: int, size: int) -> None:
     with default_group("farprop", rank, size):
         if rank == 1:
-            use_it_in_a_child()
+            use_group_in_a_child()
         x = torch.ones(3)
         dist.all_reduce(x)
         assert x.equal(torch.full((3,), float(size)))
 
 
 @LAYOUT
-def test_a_child_that_uses_the_group_is_told(layout):
+def test_using_the_group_in_a_forked_child_raises(layout):
     run_workers(fork_and_go_on, 2, (2,), environment(layout, 2))

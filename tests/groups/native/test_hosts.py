@@ -24,7 +24,7 @@ from tests.groups.native.test_failures import refused
 from tests.support.hosts import Hosts
 from tests.support.workers import Cluster, free_port, processes, run_workers
 
-# On which host each rank is.
+# The host of each rank.
 PLACES = pytest.mark.parametrize("places", [[0, 1], [0, 0, 1], [0, 0, 1, 1], [1, 0, 1, 0], [0, 1, 2]], ids=str)
 
 
@@ -37,14 +37,14 @@ def test_large_tensors(hosts):
     run_workers(native.large, 4, (4,), hosts.environments([0, 0, 1, 1]))
 
 
-def families(rank: int, size: int) -> dict[int, socket.AddressFamily]:
+def address_families(rank: int, size: int) -> dict[int, socket.AddressFamily]:
     with default_group("farprop", rank, size) as group:
         return {peer: sock.family for peer, sock in group._mesh._sockets.items()}
 
 
-def test_who_is_on_one_host_is_found_out(hosts):
+def test_ranks_of_one_host_use_unix_sockets(hosts):
     places = [0, 1, 0]
-    found = run_workers(families, 3, (3,), hosts.environments(places))
+    found = run_workers(address_families, 3, (3,), hosts.environments(places))
     for rank, peers in enumerate(found):
         for peer, family in peers.items():
             is_near = places[rank] == places[peer]
@@ -62,8 +62,8 @@ def test_hosts_without_a_secret_refuse_and_say_how_to_set_one(hosts, tmp_path):
 # A cable is cut
 
 
-def check_parted(job: Cluster, endings: list[endless.Ending], places: list[int], host: int) -> None:
-    """Each side has lost ranks of the other, stays without them, and can leave."""
+def check_both_sides_lost(job: Cluster, endings: list[endless.Ending], places: list[int], host: int) -> None:
+    """Each side has lost ranks of the other, later collectives fail, too, and all ranks can leave."""
     for rank, ending in enumerate(endings):
         mine = places[rank] == host
         check_lost(ending, {other for other, place in enumerate(places) if (place == host) != mine})
@@ -73,7 +73,7 @@ def check_parted(job: Cluster, endings: list[endless.Ending], places: list[int],
         end.result()
 
 
-def cut_in_the_middle(hosts: Hosts, places: list[int], how: Callable[[Hosts, int], None]) -> None:
+def cut_during_collectives(hosts: Hosts, places: list[int], how: Callable[[Hosts, int], None]) -> None:
     size, seed = len(places), len(places)
     host = places[-1]
     with processes(size, hosts.environments(places)) as job:
@@ -82,20 +82,20 @@ def cut_in_the_middle(hosts: Hosts, places: list[int], how: Callable[[Hosts, int
         for rank in range(size):
             job.run(rank, endless.await_collectives, random.Random(seed).randrange(1, 20))
         how(hosts, host)
-        check_parted(job, [run.result() for run in runs], places, host)
+        check_both_sides_lost(job, [run.result() for run in runs], places, host)
 
 
 @PLACES
-def test_cut_off_in_the_middle(hosts, places):
-    cut_in_the_middle(hosts, places, Hosts.cut)
+def test_a_host_is_cut_off_during_collectives(hosts, places):
+    cut_during_collectives(hosts, places, Hosts.cut)
 
 
-def test_unplugged_in_the_middle(hosts):
-    cut_in_the_middle(hosts, [0, 0, 1, 1], Hosts.unplug)
+def test_a_host_is_unplugged_during_collectives(hosts):
+    cut_during_collectives(hosts, [0, 0, 1, 1], Hosts.unplug)
 
 
-def test_cut_off_in_the_middle_of_a_long_message(hosts):
-    """Who sends waits for room, and not for something to come."""
+def test_a_host_is_cut_off_during_a_long_message(hosts):
+    """The sender waits until it can write, not until something arrives."""
     places = [0, 1, 1]
     with processes(3, hosts.environments(places)) as job:
         join_all(job, 3)
@@ -105,27 +105,27 @@ def test_cut_off_in_the_middle_of_a_long_message(hosts):
         check_lost(sending.result(), {1, 2})
         job.signal(2, signal.SIGCONT)
         endings = [sending.result(), *(job.run(rank, endless.once, "barrier") for rank in (1, 2))]
-        check_parted(job, endings, places, 1)
+        check_both_sides_lost(job, endings, places, 1)
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "all_reduce, asynchronous", "broadcast"])
-def test_cut_off_while_waiting(hosts, kind):
+def test_a_host_is_cut_off_while_ranks_wait(hosts, kind):
     places = [0, 0, 1, 1]
     with processes(4, hosts.environments(places)) as job:
         join_all(job)
-        runs = [job.start(rank, endless.once, kind) for rank in (1, 2, 3)]  # and rank 0, the root, does not come
+        runs = [job.start(rank, endless.once, kind) for rank in (1, 2, 3)]  # rank 0, the root, does not join
         hosts.cut(1)
-        # Rank 0 comes when it is known.
+        # Rank 0 joins when the others know.
         endings = [run.result() for run in runs]
-        check_parted(job, [job.run(0, endless.once, kind), *endings], places, 1)
+        check_both_sides_lost(job, [job.run(0, endless.once, kind), *endings], places, 1)
 
 
-def test_cut_off_while_nothing_happens(hosts):
+def test_a_host_is_cut_off_while_ranks_are_idle(hosts):
     places = [0, 1]
     with processes(2, hosts.environments(places)) as job:
         join_all(job, 2)
         hosts.cut(1)
-        check_parted(job, [job.start(rank, endless.once, "barrier").result() for rank in range(2)], places, 1)
+        check_both_sides_lost(job, [job.start(rank, endless.once, "barrier").result() for rank in range(2)], places, 1)
 
 
 def test_groups_within_a_host_go_on(hosts):
@@ -143,38 +143,38 @@ def test_groups_within_a_host_go_on(hosts):
             end.result()
 
 
-def test_a_third_host_that_reaches_both_is_told(hosts):
+def test_a_host_that_still_reaches_both_sides_of_a_cut_is_told(hosts):
     with processes(3, hosts.environments([0, 1, 2])) as job:
         join_all(job, 3)
-        third = job.start(2, endless.once, "broadcast")  # waits for rank 0, which it never loses
+        third = job.start(2, endless.once, "broadcast")  # waits for rank 0, to which its connection is intact
         hosts.part(0, 1)
         check_lost(third.result(), {0, 1})
-        for rank in (1, 0):  # each may find out later than the other; what is called must be the same
+        for rank in (1, 0):  # each may find out later than the other; they call the same collective
             check_lost(job.run(rank, endless.once, "broadcast"), {0, 1})
         for end in [job.start(rank, endless.leave) for rank in range(3)]:
             end.result()
 
 
-def test_a_stopped_rank_is_not_a_lost_one(hosts):
-    """Others fill all the room that its system has for them, and wait for longer than they would for a host."""
+def test_a_stopped_rank_is_not_lost(hosts):
+    """Others fill its socket buffers, and wait for longer than they would for a vanished host."""
     with processes(3, hosts.environments([0, 1, 2])) as job:
         join_all(job, 3)
         job.signal(1, signal.SIGSTOP)
-        runs = [job.start(rank, endless.much) for rank in (0, 2)]
-        time.sleep(4)  # that this time passes is what is tested
+        runs = [job.start(rank, endless.reduce_much) for rank in (0, 2)]
+        time.sleep(4)  # longer than a vanished host is waited for
         assert not any(run.done() for run in runs)
         job.signal(1, signal.SIGCONT)
-        job.run(1, endless.much)
+        job.run(1, endless.reduce_much)
         for run in runs:
             run.result()
         for end in [job.start(rank, endless.leave) for rank in range(3)]:
             end.result()
 
 
-# Where ranks meet
+# Rendezvous
 
 
-def met_at(rank: int, size: int, init_method: str) -> list[float]:
+def init_and_reduce(rank: int, size: int, init_method: str) -> list[float]:
     dist.init_process_group("farprop", init_method=init_method, rank=rank, world_size=size)
     x = torch.ones(3)
     dist.all_reduce(x)
@@ -183,27 +183,27 @@ def met_at(rank: int, size: int, init_method: str) -> list[float]:
     return x.tolist()
 
 
-def test_an_address_that_only_the_init_method_tells(hosts):
-    """Nothing else says that ranks are on several hosts, so none may say that it is at 127.0.0.1."""
+def test_the_address_is_known_only_from_the_init_method(hosts):
+    """Nothing else tells that there are several hosts, so no rank may publish 127.0.0.1 as its address."""
     environments = [{**environment, "MASTER_ADDR": None} for environment in hosts.environments([0, 1])]
     init_method = f"tcp://{hosts.address(0)}:{free_port()}"
-    assert run_workers(met_at, 2, (2, init_method), environments) == [[2.0] * 3] * 2
+    assert run_workers(init_and_reduce, 2, (2, init_method), environments) == [[2.0] * 3] * 2
 
 
-def met_at_a_store(rank: int, size: int, host: str, port: int) -> int:
+def init_rpc_with_a_store(rank: int, size: int, host: str, port: int) -> int:
     store = dist.TCPStore(host, port, size, is_master=rank == 0)
     options = rpc.TensorPipeRpcBackendOptions(init_method=dist.PrefixStore("job", store))
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options)
     answer = rpc.rpc_sync(f"worker{1 - rank}", os.getpid)
     rpc.shutdown()
     store.add("left", 1)
-    if rank == 0:  # whoever has the store leaves last
+    if rank == 0:  # the rank that hosts the store leaves last
         while store.add("left", 0) < size:
             os.sched_yield()
     return answer
 
 
-def test_calls_that_meet_at_a_store_of_another_host(hosts):
+def test_rpc_with_a_store_on_another_host(hosts):
     environments = [{**environment, "MASTER_ADDR": None} for environment in hosts.environments([0, 1])]
-    answers = run_workers(met_at_a_store, 2, (2, hosts.address(0), free_port()), environments)
+    answers = run_workers(init_rpc_with_a_store, 2, (2, hosts.address(0), free_port()), environments)
     assert len(set(answers)) == 2

@@ -1,4 +1,4 @@
-"""What ranks send ahead is kept, but not without end; and a rank that can't read any more says so to all."""
+"""Unexpected messages are kept up to a limit, and a rank that can't read any more tells all other ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.groups.store_group import job_store
 from tests.support.workers import run_workers
 
 
-def sent_ahead(rank: int, size: int, count: int) -> None:
+def send_ahead(rank: int, size: int, count: int) -> None:
     with default_group("farprop", rank, size):
         x = torch.zeros(1, dtype=torch.int64)
         if rank == 0:
@@ -31,7 +31,7 @@ def sent_ahead(rank: int, size: int, count: int) -> None:
                 dist.isend(torch.tensor([number]), 1)
             dist.barrier()
         else:
-            dist.barrier()  # when all of them are here
+            dist.barrier()  # all messages have arrived after this
             for number in range(count):
                 dist.recv(x, 0)
                 assert x.item() == number
@@ -42,11 +42,11 @@ def sent_ahead(rank: int, size: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("layout", ["one", "tcp"])
-def test_thousands_of_messages_may_be_sent_ahead(layout):
-    run_workers(sent_ahead, 2, (2, 20_000), environment(layout, 2))
+def test_thousands_of_messages_can_be_sent_before_they_are_received(layout):
+    run_workers(send_ahead, 2, (2, 20_000), environment(layout, 2))
 
 
-def ran_ahead(rank: int, size: int, count: int) -> None:
+def broadcast_ahead(rank: int, size: int, count: int) -> None:
     with default_group("farprop", rank, size):
         late = dist.distributed_c10d._get_default_store()
         if rank == 0:
@@ -61,8 +61,8 @@ def ran_ahead(rank: int, size: int, count: int) -> None:
                 assert x.item() == number
 
 
-def test_a_root_may_be_thousands_of_collectives_ahead():
-    run_workers(ran_ahead, 2, (2, 20_000), environment("tcp", 2))
+def test_a_root_can_be_thousands_of_broadcasts_ahead():
+    run_workers(broadcast_ahead, 2, (2, 20_000), environment("tcp", 2))
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def rank_0() -> Iterator[tuple[Mesh, socket.socket, socket.socket]]:
             mesh.close()
 
 
-def hears_that_it_is_broken(sock: socket.socket) -> str:
+def receive_group_failed(sock: socket.socket) -> str:
     header = sock.recv(HEADER_SIZE, socket.MSG_WAITALL)
     kind, length, _, _ = unpack(header, 1 << 20)
     assert kind is FrameKind.GROUP_FAILED
@@ -87,7 +87,7 @@ def hears_that_it_is_broken(sock: socket.socket) -> str:
 
 
 @pytest.mark.parametrize("limit", ["number", "bytes"])
-def test_too_much_that_nobody_receives_breaks_the_group_and_names_the_rank(limit, monkeypatch):
+def test_too_many_unexpected_messages_fail_the_group_and_name_the_sender(limit, monkeypatch):
     if limit == "number":
         monkeypatch.setattr(matching, "_MAX_UNEXPECTED", 100)
     else:
@@ -102,14 +102,14 @@ def test_too_much_that_nobody_receives_breaks_the_group_and_names_the_rank(limit
         for _ in range(6 if limit == "bytes" else 101):
             one.sendall(message)
         for sock in (one, two):
-            text = hears_that_it_is_broken(sock)
+            text = receive_group_failed(sock)
             assert "CollectiveError Rank 0 can't read any more from rank 1" in text
             assert "that rank 1 has sent were not received" in text
         assert one.recv(1) == b""
         assert isinstance(ended.get(timeout=60), RankLostError)
         assert mesh._thread.is_alive()
         assert len(mesh.matcher._unexpected) == (5 if limit == "bytes" else 100)
-        # The other connection is as it was.
+        # The other connection still works.
         mesh.post(PostedRecv(FrameKind.MESSAGE, 2, 9, memoryview(room), "int8", lambda _, error: ended.put(error)))
         two.sendall(pack(FrameKind.MESSAGE, 9, "int8", 4) + b"good")
         assert ended.get(timeout=60) is None
@@ -134,13 +134,13 @@ def out_of_memory(rank: int, size: int) -> str:
 
 
 @pytest.mark.parametrize("layout", ["tcp", "two"])
-def test_a_rank_without_memory_fails_the_group_on_all(layout):
+def test_a_rank_out_of_memory_fails_the_group_on_all_ranks(layout):
     texts = run_workers(out_of_memory, 3, (3,), environment(layout, 3))
     assert all("MemoryError: none left" in text for text in texts), texts
     assert all("Rank 0 can't read any more from rank" in text for text in texts), texts
 
 
-def test_a_reading_thread_that_ends_takes_the_group_along(monkeypatch):
+def test_a_reading_thread_that_dies_fails_the_group(monkeypatch):
     def fails() -> None:
         raise MemoryError("at the worst moment")
 
@@ -156,7 +156,7 @@ def test_a_reading_thread_that_ends_takes_the_group_along(monkeypatch):
             assert isinstance(ended.get(timeout=60), RankLostError)
         assert "at the worst moment" in str(mesh.state.failure)
         for sock in (one, two):
-            assert "at the worst moment" in hears_that_it_is_broken(sock)
+            assert "at the worst moment" in receive_group_failed(sock)
             assert sock.recv(1) == b""
 
 
@@ -175,7 +175,7 @@ def too_large_for_rank_1(rank: int, size: int) -> str:
     return text
 
 
-def test_a_message_that_a_rank_does_not_take_is_an_error_at_the_sender():
+def test_a_message_over_the_receivers_limit_raises_at_the_sender():
     environments = [{"FARPROP_TRANSPORT": "tcp"}, {"FARPROP_TRANSPORT": "tcp", "FARPROP_MAX_MESSAGE_BYTES": "1000000"}]
     texts = run_workers(too_large_for_rank_1, 2, (2,), environments)
     assert "Rank 1 takes no messages above its FARPROP_MAX_MESSAGE_BYTES=1000000" in texts[0]

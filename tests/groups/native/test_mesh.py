@@ -19,21 +19,21 @@ from farprop.errors import CollectiveTimeoutError, RankLostError
 from farprop.transport import sockets
 from farprop.transport.sockets import HostState
 
-Pair = tuple[socket.socket, socket.socket]
+SocketPair = tuple[socket.socket, socket.socket]
 
 
-def near() -> Pair:
+def unix_pair() -> SocketPair:
     return socket.socketpair()
 
 
-def far() -> Pair:
+def tcp_pair() -> SocketPair:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         dialled = socket.create_connection(listener.getsockname())
         return dialled, listener.accept()[0]
 
 
 @contextmanager
-def rank_0(make: Callable[[], Pair]) -> Iterator[tuple[Mesh, socket.socket]]:
+def rank_0(make: Callable[[], SocketPair]) -> Iterator[tuple[Mesh, socket.socket]]:
     """A mesh, and the other end of its connection to rank 1."""
     ours, theirs = make()
     with theirs:
@@ -48,7 +48,7 @@ def rank_0(make: Callable[[], Pair]) -> Iterator[tuple[Mesh, socket.socket]]:
 @pytest.mark.parametrize("beats", [0, 1, 23, 24, 25, 1000])
 def test_heartbeats_between_frames_are_skipped(beats):
     ended: SimpleQueue[Exception | None] = SimpleQueue()
-    with rank_0(near) as (mesh, theirs):
+    with rank_0(unix_pair) as (mesh, theirs):
         for number in range(3):
             room = bytearray(4)
             mesh.post(PostedRecv(FrameKind.MESSAGE, 1, 7, memoryview(room), "int8", lambda _, error: ended.put(error)))
@@ -58,19 +58,19 @@ def test_heartbeats_between_frames_are_skipped(beats):
 
 
 def test_idle_connections_get_heartbeats():
-    with rank_0(far) as (_, theirs):
+    with rank_0(tcp_pair) as (_, theirs):
         assert theirs.recv(1) == HEARTBEAT
         assert theirs.recv(1) == HEARTBEAT
 
 
-def test_a_host_whose_process_reads_nothing_is_not_taken_for_vanished():
-    """Its room is full, so nothing can be sent; but its system answers when it is asked."""
-    ours, theirs = far()
+def test_a_host_is_not_vanished_if_its_process_reads_nothing():
+    """Its socket buffers are full, so nothing can be sent, but its kernel answers probes."""
+    ours, theirs = tcp_pair()
     with ours, theirs:
         assert sockets.can_probe(ours)
         ours.setblocking(False)
         end = time.monotonic() + 4
-        while time.monotonic() < end:  # that this time passes is what is tested
+        while time.monotonic() < end:  # the test is that nothing fails in this time
             try:
                 ours.send(bytes(1 << 20))
             except BlockingIOError:
@@ -78,29 +78,29 @@ def test_a_host_whose_process_reads_nothing_is_not_taken_for_vanished():
 
 
 def test_connections_within_a_host_need_no_heartbeats():
-    ours, theirs = near()
+    ours, theirs = unix_pair()
     with ours, theirs:
         assert not sockets.can_probe(ours)
 
 
-def test_one_that_never_stops_sending_does_not_hide_the_others(monkeypatch):
-    news = threading.Event()
-    (first, talker), (second, dying) = near(), near()
-    with talker, dying:
-        mesh = Mesh(0, {1: first, 2: second}, 1 << 20, news.set)
+def test_a_rank_that_never_stops_sending_does_not_starve_the_others(monkeypatch):
+    failed = threading.Event()
+    (first, flooding), (second, dying) = unix_pair(), unix_pair()
+    with flooding, dying:
+        mesh = Mesh(0, {1: first, 2: second}, 1 << 20, failed.set)
         read = mesh._read
-        monkeypatch.setattr(mesh, "_read", lambda peer: peer == 1 or read(peer))  # it sends faster than we read
-        talker.send(HEARTBEAT)
+        monkeypatch.setattr(mesh, "_read", lambda peer: peer == 1 or read(peer))  # as if it sent faster than we read
+        flooding.send(HEARTBEAT)
         dying.close()
-        assert news.wait(60)
+        assert failed.wait(60)
         assert "lost rank 2" in str(mesh.state.failure)
         mesh.close()
 
 
-def test_a_loss_is_reported_without_the_lock_of_its_connection():
-    """A callback may send to the rank that was lost, and the other ranks are told by their own connections."""
+def test_callbacks_of_a_lost_rank_run_without_the_lock_of_its_connection():
+    """A callback may send to the lost rank. The other ranks are told over their own connections."""
     raised: SimpleQueue[Exception] = SimpleQueue()
-    (first, full), (second, other) = near(), near()
+    (first, full), (second, other) = unix_pair(), unix_pair()
     with full, other:
         other.settimeout(60)
         mesh = Mesh(0, {1: first, 2: second}, 1 << 20, lambda: None)
@@ -120,11 +120,11 @@ def test_a_loss_is_reported_without_the_lock_of_its_connection():
         mesh.close()
 
 
-def test_nothing_follows_a_frame_that_an_interrupt_cut_off(monkeypatch):
+def test_nothing_is_sent_after_a_frame_that_an_interrupt_cut_off(monkeypatch):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with rank_0(near) as (mesh, theirs):
+    with rank_0(unix_pair) as (mesh, theirs):
         with monkeypatch.context() as patch:
             patch.setattr(selectors.PollSelector, "select", interrupted)
             with pytest.raises(KeyboardInterrupt):
@@ -139,10 +139,10 @@ def test_nothing_follows_a_frame_that_an_interrupt_cut_off(monkeypatch):
 
 
 def test_a_callback_may_close_the_group():
-    """It runs in the thread that reads. After that, nothing may wake this rank: its descriptors are closed."""
+    """The callback runs in the reading thread. Afterwards nothing may use the descriptors, which are closed."""
     ended: SimpleQueue[Exception | None] = SimpleQueue()
     changes: list[None] = []
-    (first, one), (second, two) = near(), near()
+    (first, one), (second, two) = unix_pair(), unix_pair()
     with one, two:
         mesh = Mesh(0, {1: first, 2: second}, 1 << 20, lambda: changes.append(None))
 
@@ -159,9 +159,9 @@ def test_a_callback_may_close_the_group():
         assert not changes
 
 
-def test_a_receive_that_has_begun_ends_with_the_group():
+def test_a_partial_receive_fails_when_the_group_is_closed():
     ended: SimpleQueue[Exception | None] = SimpleQueue()
-    with rank_0(near) as (mesh, theirs):
+    with rank_0(unix_pair) as (mesh, theirs):
         room = memoryview(bytearray(4))
         mesh.post(PostedRecv(FrameKind.MESSAGE, 1, 7, room, "int8", lambda _, error: ended.put(error)))
         theirs.sendall(pack(FrameKind.MESSAGE, 7, "int8", 4) + b"go")

@@ -20,7 +20,7 @@ LAYOUT = pytest.mark.parametrize("layout", ["one", "tcp"])
 
 def messages(rank: int, size: int) -> None:
     with default_group("farprop", rank, size) as group:
-        # Tags keep messages apart; those of one tag come in order.
+        # Messages are matched by tag; those of one tag arrive in order.
         if rank == 0:
             for value, tag in ((1, 5), (2, 6), (3, 5)):
                 dist.send(torch.full((3,), float(value)), 1, tag=tag)
@@ -30,7 +30,7 @@ def messages(rank: int, size: int) -> None:
                 dist.recv(x, 0, tag=tag)
                 assert x.equal(torch.full((3,), float(value)))
 
-        # From whoever sends first.
+        # From any source.
         x = torch.zeros(2, 2).t()
         if rank == 0:
             sources = [dist.recv(x, tag=9) for _ in range(size - 1)]
@@ -38,7 +38,7 @@ def messages(rank: int, size: int) -> None:
         else:
             dist.send(torch.full((2, 2), float(rank)), 0, tag=9)
 
-        # More than the system holds, in both directions at once, and in one receive that was posted early.
+        # More than the socket buffers hold, in both directions at once, and with a receive that was posted early.
         count = 3_000_000
         partner = (rank + 1) % size, (rank - 1) % size
         x = torch.zeros(count)
@@ -73,7 +73,7 @@ def test_messages(layout):
     run_workers(messages, 3, (3,), environment(layout, 3))
 
 
-def unfit(rank: int, size: int) -> None:
+def mismatched_messages(rank: int, size: int) -> None:
     with default_group("farprop", rank, size):
         if rank == 0:
             dist.send(torch.ones(3), 1)
@@ -85,18 +85,18 @@ def unfit(rank: int, size: int) -> None:
                 dist.recv(x, 0)
             with pytest.raises(CollectiveError, match="a tensor of int32 where one of float32"):
                 dist.recv(x, 0)
-            # What did not fit is gone, and nothing else is.
+            # Only the mismatched messages were dropped.
             dist.recv(x, 0)
             assert x.equal(torch.ones(2))
         dist.barrier()
 
 
 @LAYOUT
-def test_messages_that_do_not_fit(layout):
-    run_workers(unfit, 2, (2,), environment(layout, 2))
+def test_messages_of_another_size_or_dtype_raise(layout):
+    run_workers(mismatched_messages, 2, (2,), environment(layout, 2))
 
 
-def nobody_sends(rank: int, size: int) -> None:
+def receive_without_a_send(rank: int, size: int) -> None:
     with default_group("farprop", rank, size) as group:
         if rank == 0:
             x = torch.zeros(1)
@@ -107,36 +107,36 @@ def nobody_sends(rank: int, size: int) -> None:
         dist.barrier()
 
 
-def test_nobody_sends():
-    run_workers(nobody_sends, 2, (2,))
+def test_a_receive_without_a_send_times_out():
+    run_workers(receive_without_a_send, 2, (2,))
 
 
-def some_do_not_come(rank: int, size: int) -> None:
+def monitored_barrier_without_some(rank: int, size: int) -> None:
     with default_group("farprop", rank, size) as group:
         if rank == 0:
             words = "Ranks 1, 2 failed to pass monitoredBarrier. Rank 0 timed out in monitoredBarrier after 2 s"
             with pytest.raises(CollectiveTimeoutError, match=words):
                 group.monitored_barrier(timedelta(seconds=2), wait_all_ranks=True)
-            # No time at all is not all the time there is.
+            # A timeout of 0 is not infinite.
             with pytest.raises(CollectiveTimeoutError, match="Rank 1 failed to pass monitoredBarrier"):
                 group.monitored_barrier(timedelta(0))
         elif rank == 3:
             with pytest.raises(CollectiveTimeoutError, match="Rank 3 successfully reached monitoredBarrier, but"):
                 group.monitored_barrier(timedelta(seconds=2))
         dist.barrier()
-        pair = dist.new_group([0, 1])
+        subgroup = dist.new_group([0, 1])
         if rank == 1:
-            dist.destroy_process_group(pair)
+            dist.destroy_process_group(subgroup)
         elif rank == 0:
             with pytest.raises(RankLostError, match="Rank 1 failed to pass monitoredBarrier. Rank 0 can't reach"):
-                pair.monitored_barrier(timedelta(seconds=30))
+                subgroup.monitored_barrier(timedelta(seconds=30))
 
 
-def test_some_do_not_come_to_a_monitored_barrier():
-    run_workers(some_do_not_come, 4, (4,))
+def test_a_monitored_barrier_names_missing_ranks():
+    run_workers(monitored_barrier_without_some, 4, (4,))
 
 
-def without_end(rank: int, size: int) -> None:
+def with_infinite_timeout(rank: int, size: int) -> None:
     group = NativeProcessGroup(job_store(rank, size), rank, size, timedelta.max)
     x = torch.full((1,), float(rank))
     if rank == 0:
@@ -147,5 +147,5 @@ def without_end(rank: int, size: int) -> None:
     group.shutdown()
 
 
-def test_a_timeout_may_be_without_end():
-    run_workers(without_end, 2, (2,))
+def test_an_infinite_timeout():
+    run_workers(with_infinite_timeout, 2, (2,))

@@ -20,7 +20,7 @@ def events_of(profiled: profile) -> list[tuple[str, list[list[int]], bool]]:
 def collectives(rank: int, size: int) -> None:
     with default_group("farprop", rank, size) as group:
         x, parts = torch.ones(2, 3), [torch.ones(2, 3) for _ in range(size)]
-        dist.all_reduce(x)  # nobody profiles this
+        dist.all_reduce(x)  # not profiled
         with profile(record_shapes=True) as profiled:
             dist.all_reduce(x)
             dist.broadcast(x, 0)
@@ -45,7 +45,7 @@ def collectives(rank: int, size: int) -> None:
         ]
         with profile(record_shapes=True) as profiled:
             dist.all_reduce(x, async_op=True).wait()
-        assert events_of(profiled) == [("all_reduce", one, True)]  # it ended in another thread
+        assert events_of(profiled) == [("all_reduce", one, True)]  # its event ended in another thread
         with profile(record_shapes=True) as profiled:
             if rank == 0:
                 dist.send(x, 1)
@@ -53,10 +53,10 @@ def collectives(rank: int, size: int) -> None:
             else:
                 dist.recv(x, 0)
                 dist.recv(x)
-        # A message that is received may be there already, or come later and in another thread.
+        # A message may have arrived before the receive, or arrive later, in another thread.
         names = ["send", "send"] if rank == 0 else ["recv", "recvAnySource"]
         assert [event[:2] for event in events_of(profiled)] == [(name, one) for name in names]
-        # What is refused leaves no event open.
+        # A refused call leaves no event open.
         with profile() as profiled, pytest.raises(UsageError):
             group.all_gather_single(torch.ones(5), x)
         assert events_of(profiled) == []

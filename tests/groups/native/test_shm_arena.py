@@ -1,7 +1,7 @@
-"""No rank writes where another one may read or write at that moment: each collective's use of the slots, step by step.
+"""No rank writes memory that another rank may read or write at the same time: each collective's use of the slots.
 
-Ranks that are in the same step are not ordered in any way, others are. So it is enough to note who touches what in
-which step, and that needs no second process.
+Steps are ordered by barriers; within a step, ranks are not ordered. So it is enough to record which rank touches which
+bytes in which step, and that needs no second process.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ class Touch(NamedTuple):
     collective: str
 
 
-class Unaccompanied(ShmArena):
-    """Goes through its steps without waiting for anybody."""
+class SingleRankArena(ShmArena):
+    """Goes through its steps without waiting for other ranks."""
 
     def _step(self, call: CollectiveCall) -> None:
         self._steps += 1
 
     def _compare_fingerprints(self, call: CollectiveCall, slot: int) -> None:
-        """There are no fingerprints of others."""
+        """There are no fingerprints of other ranks."""
 
 
-class Watching(TorchDispatchMode):
-    """Notes which bytes of the shared memory operators read and write."""
+class RecordTouches(TorchDispatchMode):
+    """Records which bytes of the shared memory operators read and write."""
 
-    def __init__(self, arena: Unaccompanied, memory: SharedMapping, touched: dict[int, list[Touch]]) -> None:
+    def __init__(self, arena: SingleRankArena, memory: SharedMapping, touched: dict[int, list[Touch]]) -> None:
         super().__init__()
         self.arena, self.memory, self.touched = arena, memory, touched
         self.description = ""
@@ -59,10 +59,10 @@ class Watching(TorchDispatchMode):
             schema = operator._schema.arguments
             named = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
             for argument, value in named:
-                self._note(value, argument.alias_info is not None and argument.alias_info.is_write)
+                self._record(value, argument.alias_info is not None and argument.alias_info.is_write)
         return operator(*args, **kwargs)
 
-    def _note(self, value: Any, is_write: bool) -> None:
+    def _record(self, value: Any, is_write: bool) -> None:
         if isinstance(value, torch.Tensor) and value.numel():
             start = value.data_ptr() - self.memory.address
             if 0 <= start < self.memory.size:
@@ -98,7 +98,7 @@ NAMES = ("barrier", "allreduce", "allreduce", "reduce", "broadcast", "scatter", 
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 6])
-def test_no_rank_touches_what_another_one_writes(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_touches_memory_that_another_is_writing(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shm_arena, "SLOT_BYTES", SLOT)
     monkeypatch.setattr(intra_node, "SLOT_BYTES", SLOT)
     monkeypatch.setattr(intra_node, "_ONE_SHOT_BYTES", SLOT // 4)
@@ -119,8 +119,8 @@ def test_no_rank_touches_what_another_one_writes(size: int, monkeypatch: pytest.
     ends = set()
     for rank in range(size):
         state = GroupState(rank, size, lambda *_: None)
-        arena = Unaccompanied(range(size), rank, memory, [0] * size, state)
-        with Watching(arena, memory, touched) as watching:
+        arena = SingleRankArena(range(size), rank, memory, [0] * size, state)
+        with RecordTouches(arena, memory, touched) as watching:
             for description, act in _collectives(IntraNode(arena), plan):
                 watching.description = description
                 act(CollectiveCall(0, description, 1.0, 1.0))
