@@ -49,12 +49,12 @@ def made_on(to: str) -> torch.Tensor:
 
 
 def pass_on(worker: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Through another worker."""
+    """Double the tensor on another worker, and add it."""
     return rpc.rpc_sync(worker, double, (tensor,)) + tensor  # type: ignore[no-any-return]
 
 
 def device_at(worker: str, here: str) -> tuple[str, str]:
-    """The device that a tensor goes to from here, and the one that it comes back to."""
+    """The device on which a tensor from ``here`` arrives at the worker, and the one on which it comes back."""
     tensor = torch.ones(1).to(here)
     return rpc.rpc_sync(worker, device, (tensor,)), str(rpc.rpc_sync(worker, double, (tensor,)).device)
 

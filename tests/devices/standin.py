@@ -1,12 +1,12 @@
-"""A kind of device with as many members as one likes, written in Python: ``lazy:0``, ``lazy:1``, ...
+"""A device type written in Python, with any number of devices: ``lazy:0``, ``lazy:1``, ...
 
-Torch has the name ``lazy`` and no such devices in its builds. What makes the name fit: autograd runs its graphs on
-the caller's thread, whatever the number of the device. For the name that torch gives to backends of others
-(``privateuseone``) it believes a backend in Python to have one device, and refuses graphs on any other.
+Torch knows the name ``lazy``, but its builds have no such devices. The name is suitable because autograd runs the
+graphs of all of these devices on the caller's thread. With ``privateuseone``, torch's name for backends of others, it
+assumes that a backend in Python has one device, and refuses graphs on any other.
 
-A tensor there is a wrapper around one on the CPU. Nothing outside of this module reaches the inner one: what wants
-bytes has to ask for ``.cpu()``, and what comes from the CPU is moved by torch's own ``to``, through two kernels that
-are registered here.
+A tensor on such a device wraps one on the CPU. Nothing outside of this module reaches the inner tensor: readers of its
+bytes have to call ``.cpu()``, and torch's own ``to`` moves tensors from the CPU, through two kernels that this module
+registers.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = N
     return Elsewhere(torch.empty_strided(size, stride, dtype=dtype), device)
 
 
-# They last as long as this object.
+# The kernels are registered as long as this object lives.
 _kernels = torch.library.Library("aten", "IMPL")
 _kernels.impl("empty.memory_format", _empty, "Lazy")
 _kernels.impl("empty_strided", _empty_strided, "Lazy")

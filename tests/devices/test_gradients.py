@@ -38,16 +38,16 @@ def test_one_hop() -> None:
     job(_one_hop, FORTH, {})
 
 
-def _async() -> None:
+def _async_call_with_skip_connection() -> None:
     a = leaf("lazy:0")
     with autograd.context() as context_id:
         out = rpc.rpc_async("worker1", fn.double, (a,)).wait()
-        autograd.backward(context_id, [(out * a).sum()])  # a is used here as well
+        autograd.backward(context_id, [(out * a).sum()])  # a is also used locally
         assert_gradient(context_id, a, [0.0, 4.0, 8.0])
 
 
-def test_a_call_with_a_future_and_a_skip_connection() -> None:
-    job(_async, FORTH, {})
+def test_an_async_call_with_a_skip_connection() -> None:
+    job(_async_call_with_skip_connection, FORTH, {})
 
 
 def _nested() -> None:
@@ -93,15 +93,15 @@ def test_references() -> None:
     job(_reference, FORTH, {})
 
 
-def _oneself() -> None:
+def _own_worker() -> None:
     a = leaf("lazy:6")
     with autograd.context() as context_id:
         autograd.backward(context_id, [rpc.rpc_sync("worker0", fn.double, (a,)).sum()])
         assert_gradient(context_id, a, [2.0, 2.0, 2.0])
 
 
-def test_calls_to_oneself() -> None:
-    job(_oneself, {})
+def test_calls_to_the_own_worker() -> None:
+    job(_own_worker, {})
 
 
 def _through_the_cpu() -> None:
@@ -139,5 +139,5 @@ def _no_grad() -> None:
         assert rpc.rpc_sync("worker1", fn.about, (a,)) == ("lazy:1", True, True)
 
 
-def test_where_grad_is_off() -> None:
+def test_maps_apply_with_grad_off() -> None:
     job(_no_grad, FORTH, {})

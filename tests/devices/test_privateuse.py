@@ -1,4 +1,4 @@
-"""The device that torch lends to backends written in Python: one of it, and torch's engine has a thread for it."""
+"""``privateuseone``, torch's device for backends written in Python: one device, and a thread of the engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _worker(rank: int) -> None:
     init(rank, 2, {"worker1": {DEVICE: DEVICE}} if rank == 0 else {})
     if rank == 0:
         _forth_and_back()
-        _around_a_call()
+        _skip_connection()
     rpc.shutdown()
     del kernels
 
@@ -51,8 +51,8 @@ def _forth_and_back() -> None:
         assert gradient.cpu().tolist() == [2.0, 2.0, 2.0]
 
 
-def _around_a_call() -> None:
-    """What is sent is used here as well, so its node waits for both, and those in front of it run one at a time."""
+def _skip_connection() -> None:
+    """The sent tensor is used here as well: its node waits for both gradients, so nodes are run one at a time."""
     a = _leaf()
     with autograd.context() as context_id:
         h = a * 3
@@ -61,5 +61,5 @@ def _around_a_call() -> None:
         assert autograd.get_gradients(context_id)[a].cpu().tolist() == [21.0, 21.0, 21.0]
 
 
-def test_on_the_device_of_torchs_own_stand_in() -> None:
+def test_gradients_on_the_privateuseone_device() -> None:
     run_workers(_worker, 2)

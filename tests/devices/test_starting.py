@@ -1,4 +1,4 @@
-"""Device maps that can't be used are refused, where the options are made or when the workers meet."""
+"""Invalid device maps are refused when the options are made, or at the rendezvous."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_map_has_to_be_one_to_one() -> None:
             Options().set_device_map("worker1", device_map)
 
 
-def test_what_is_added_to_a_map_has_to_fit_it() -> None:
+def test_additions_to_a_map_must_keep_it_one_to_one() -> None:
     options = Options(device_maps={"worker1": {"cuda:0": "cuda:1"}})
     with pytest.raises(ValueError, match="`set_device_map` only supports 1-to-1 mapping, trying to map cuda:0 to"):
         options.set_device_map("worker1", {"cuda:0": "cuda:2"})
@@ -60,13 +60,13 @@ def entry(rank: int, maps: dict[str, dict[str, str]], cuda_devices: int = 2, dev
         (entry(0, {"w1": {"cuda:1": "cuda:0"}}), entry(1, {}, devices=["cuda:1"]), "w0 has unexpected target"),
     ],
 )
-def test_each_problem_is_said(first: Entry, second: Entry, says: str) -> None:
+def test_invalid_maps_are_reported(first: Entry, second: Entry, says: str) -> None:
     problem = check_device_maps([first, second], is_static=True)
     assert problem is not None
     assert re.search(says, problem, re.DOTALL), problem
 
 
-def test_good_maps_pass() -> None:
+def test_valid_maps_are_accepted() -> None:
     good = [entry(0, {"w1": {"cuda:0": "cuda:1", "cuda": "cuda:0", "cpu": "cpu"}}), entry(1, {"w0": {"xpu:0": "cpu"}})]
     assert check_device_maps(good, is_static=True) is None
     assert check_device_maps([entry(0, {"later": {"cuda:0": "cuda:1"}})], is_static=False) is None
@@ -79,28 +79,28 @@ def _unknown_worker(rank: int) -> None:
         init(rank, 2, {"worker7": {"lazy:0": "lazy:1"}} if rank == 0 else {})
 
 
-def test_a_map_for_a_worker_that_is_not_there_is_an_error_at_every_worker() -> None:
+def test_a_map_for_an_unknown_worker_is_an_error_on_all_workers() -> None:
     run_workers(_unknown_worker, 2)
 
 
-def _comes_later(rank: int) -> None:
+def _join_later(rank: int) -> None:
     if rank == 0:
         init(0, None, {"worker1": {"lazy:0": "lazy:1"}})
         assert fn.finished.wait(30)
     else:
         init(1, None, {"worker0": {"lazy:1": "lazy:3"}})
         while "worker0" not in {info.name for info in current_agent().get_worker_infos()}:
-            pass  # it asks the store
+            pass  # get_worker_infos asks the store
         there = rpc.rpc_sync("worker0", fn.pass_on, ("worker1", torch.ones(3)))
         assert there.tolist() == [3.0, 3.0, 3.0]
         mapped = torch.ones(3).to("lazy:1")
         assert rpc.rpc_sync("worker0", fn.device, (mapped,)) == "lazy:3"
         assert str(rpc.rpc_sync("worker0", fn.double, (mapped,)).device) == "lazy:1"
-        # And from the worker that came first to one that came later.
+        # From the worker that joined first to the one that joined later.
         assert rpc.rpc_sync("worker0", fn.device_at, ("worker1", "lazy:0")) == ("lazy:1", "lazy:0")
         rpc.rpc_sync("worker0", fn.finish)
     rpc.shutdown()
 
 
-def test_groups_that_workers_join_and_leave() -> None:
-    run_workers(_comes_later, 2)
+def test_maps_in_dynamic_groups() -> None:
+    run_workers(_join_later, 2)
