@@ -71,7 +71,7 @@ def test_a_called_script_function_keeps_the_context(workers: Cluster) -> None:
     workers.run(0, _called)
 
 
-def _left() -> None:
+def _fork_after_leaving_a_context() -> None:
     """A thread that forked in a context and has left it."""
     x = torch.ones(2, requires_grad=True)
     inside, done = threading.Event(), threading.Event()
@@ -98,8 +98,8 @@ def _left() -> None:
     thread.join()
 
 
-def test_a_context_that_the_thread_has_left_is_not_carried(workers: Cluster) -> None:
-    workers.run(0, _left)
+def test_a_context_that_the_thread_has_left_is_not_propagated(workers: Cluster) -> None:
+    workers.run(0, _fork_after_leaving_a_context)
 
 
 @torch.jit.script

@@ -177,7 +177,7 @@ def _doubled(x: Tensor) -> Tensor:
     return x * 2
 
 
-def test_other_code_is_compiled_as_before(workers: Cluster) -> None:
+def test_code_without_calls_is_compiled_as_before(workers: Cluster) -> None:
     workers.run(0, _own_names)
 
 
@@ -276,7 +276,7 @@ def _before_init(rank: int) -> None:
         call(torch.ones(1))
 
 
-def test_before_init_rpc() -> None:
+def test_a_call_before_init_rpc_raises() -> None:
     run_workers(_before_init, 1)
 
 

@@ -40,7 +40,7 @@ def _losses(backend: str) -> None:
 
 # Torch's compiler leaves processes and threads running.
 @pytest.mark.parametrize("backend", _BACKENDS)
-def test_a_split_model_trains_as_it_does_uncompiled(backend: str, tmp_path: object) -> None:
+def test_a_compiled_split_model_trains_like_an_uncompiled_one(backend: str, tmp_path: object) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     with cluster(2, env, timeout=300, check=False) as job:
         job.run(0, _losses, backend)
@@ -123,7 +123,7 @@ _number = farprop.jit.operator(_a_number, torch.empty_like)
 _fails = farprop.jit.operator(_failing, torch.empty_like)
 
 
-def test_misused_operators(workers: Cluster) -> None:
+def test_misused_operators_raise(workers: Cluster) -> None:
     workers.run(0, _misused)
 
 
@@ -133,7 +133,7 @@ def _kept() -> int:
     return sum(map(len, _calls.values()))
 
 
-def _let_go() -> None:
+def _graph_ends_with_context() -> None:
     x = torch.rand(3, 8, requires_grad=True)
     before = _kept()
     with autograd.context() as context_id:
@@ -143,11 +143,11 @@ def _let_go() -> None:
 
 
 def test_the_graphs_of_operators_end_with_their_context(workers: Cluster) -> None:
-    workers.run(0, _let_go)
+    workers.run(0, _graph_ends_with_context)
 
 
-def _references() -> None:
-    """Calls the other functions that wait for workers."""
+def _call_blocking_functions() -> None:
+    """Calls the other functions that block on workers."""
     from torch._dynamo.utils import counters
 
     @torch.compile(backend="eager")
@@ -165,6 +165,6 @@ def _references() -> None:
     assert counters["stats"]["unique_graphs"] < 8
 
 
-def test_functions_that_wait_are_not_compiled() -> None:
+def test_blocking_functions_are_not_compiled() -> None:
     with cluster(2, check=False) as job:
-        job.run(0, _references)
+        job.run(0, _call_blocking_functions)

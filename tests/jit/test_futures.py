@@ -62,7 +62,7 @@ def _both_ways() -> None:
     assert _plus_one(done).item() == 2.0
 
 
-def test_values_cross(workers: Cluster) -> None:
+def test_values_of_futures_cross_between_python_and_compiled_code(workers: Cluster) -> None:
     workers.run(0, _both_ways)
 
 
@@ -86,5 +86,5 @@ def _raises(future: Future[Tensor]) -> bool:
     return False
 
 
-def test_errors_cross(workers: Cluster) -> None:
+def test_errors_of_futures_cross_between_python_and_compiled_code(workers: Cluster) -> None:
     workers.run(0, _errors)

@@ -41,7 +41,7 @@ def test_references_are_created_and_passed(workers: Cluster) -> None:
     workers.run(0, _made_and_passed)
 
 
-def _let_go() -> None:
+def _make_and_drop() -> None:
     @torch.jit.script
     def make(x: Tensor) -> Tensor:
         return rpc.remote("worker1", f.add, (x, x)).to_here()
@@ -60,7 +60,7 @@ def _owned() -> int:
 
 def test_compiled_code_frees_references() -> None:
     with cluster(2) as job:  # a job of its own, because references of other tests may be freed later
-        job.run(0, _let_go)
+        job.run(0, _make_and_drop)
         wait_until(lambda: job.run(1, _owned) == 0)
 
 

@@ -77,7 +77,7 @@ def _run(saved: bytes) -> tuple[list[float], list[str]]:
 EXPECTED = ([70.0, 70.0], ["worker1", "worker0"])
 
 
-def test_a_saved_module_works_on_every_worker_of_the_job_and_any_number_of_times() -> None:
+def test_a_saved_module_can_be_loaded_repeatedly_on_every_worker() -> None:
     with cluster(3) as job:
         saved = job.run(0, _save)
         for _ in range(2):
@@ -85,7 +85,7 @@ def test_a_saved_module_works_on_every_worker_of_the_job_and_any_number_of_times
                 assert job.run(rank, _run, saved) == EXPECTED
 
 
-def _run_twice_at_once(saved: bytes) -> None:
+def _load_twice(saved: bytes) -> None:
     first, second = _load(saved), _load(saved)
     assert first()[0].tolist() == second()[0].tolist() == EXPECTED[0]
     (rref, _) = first.rrefs
@@ -93,9 +93,9 @@ def _run_twice_at_once(saved: bytes) -> None:
     assert rref.to_here().tolist() == [2.0, 2.0]
 
 
-def test_references_of_a_loaded_module_are_references() -> None:
+def test_a_loaded_module_has_references() -> None:
     with cluster(3) as job:
-        job.run(2, _run_twice_at_once, job.run(0, _save))
+        job.run(2, _load_twice, job.run(0, _save))
 
 
 def _owned() -> int:
@@ -104,7 +104,7 @@ def _owned() -> int:
 
 def test_a_file_keeps_values_until_the_job_ends_and_loaded_references_are_freed() -> None:
     with cluster(3) as job:
-        saved = job.run(0, _save)  # has dropped the module
+        saved = job.run(0, _save)  # the module itself is gone now
         assert job.run(1, _owned) == 1
         job.run(2, _run, saved)
         wait_until(lambda: job.run(1, _held_by) == ["worker0"])
@@ -172,7 +172,7 @@ def test_a_file_cannot_be_loaded_after_the_job() -> None:
     run_workers(_after_the_job, 2)
 
 
-def _refused(saved: bytes) -> None:
+def _load_is_refused(saved: bytes) -> None:
     with pytest.raises(ReferenceLostError, match="worker0 kept it, and is gone|owner worker0"):
         _load(saved)
 
@@ -181,4 +181,4 @@ def test_a_file_cannot_be_loaded_without_the_worker_that_saved_it() -> None:
     with cluster(3) as job:
         saved = job.run(0, _save)
         job.kill(0)
-        job.run(2, _refused, saved)
+        job.run(2, _load_is_refused, saved)
