@@ -1,4 +1,4 @@
-"""Most tests of optimizers share one job, because the first optimizer of a process makes torch import for seconds."""
+"""Most tests of optimizers share one job, because torch imports modules for seconds when the first one is made."""
 
 from __future__ import annotations
 

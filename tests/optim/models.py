@@ -58,7 +58,7 @@ class LinearPart(Part):
 
 
 class Far:
-    """The three parts on workers, and references to their parameters, neighbours on different workers."""
+    """The three parts on workers, and references to their parameters; adjacent ones are on different workers."""
 
     def __init__(self, place: Place = PLACE, kind: type[Part] = Part) -> None:
         self.parts = [rpc.remote(worker, kind, (seed,)) for seed, worker in enumerate(place)]
@@ -121,7 +121,7 @@ def train_near(model: Near, optimizer: torch.optim.Optimizer, xs: Sequence[Tenso
 
 
 def assert_same(first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
-    """Bit for bit."""
+    """Assert that the tensors are bitwise equal."""
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other), (one - other).abs().max()
 
@@ -138,7 +138,7 @@ def _set(reference: Any, value: Tensor) -> None:
 
 
 def in_threads(count: int, function: Callable[[int], None]) -> None:
-    """Run a function in several threads; raises what one of them raised."""
+    """Run a function in several threads, and raise the error of one that failed."""
     errors: list[BaseException] = []
 
     def run(number: int) -> None:

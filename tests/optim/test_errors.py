@@ -18,24 +18,24 @@ from tests.support.workers import Cluster, cluster
 told: list[str] = []
 
 
-def tell(name: str) -> None:
+def notify(name: str) -> None:
     told.append(name)
 
 
-def tell_late() -> None:
+def notify_late() -> None:
     """Tell worker0 late, after many calls: a caller that does not wait for this worker would miss it."""
     me = rpc.get_worker_info().name
     for _ in range(100):
         rpc.rpc_sync(me, torch.neg, (torch.ones(1),))
-    rpc.rpc_sync("worker0", tell, (me,))
+    rpc.rpc_sync("worker0", notify, (me,))
 
 
 def failing_on(worker: str) -> bool:
     return rpc.get_worker_info().name in worker.split()
 
 
-class Picky(optim.SGD):
-    """Raises on some workers when it is created or steps; on others it tells worker0 when it is done."""
+class RaisesOnSomeWorkers(optim.SGD):
+    """Raises on some workers when it is created or steps; on others it notifies worker0 when it is done."""
 
     def __init__(self, params: Any, lr: float, making: str = "", stepping: str = "") -> None:
         super().__init__(params, lr=lr)
@@ -43,14 +43,14 @@ class Picky(optim.SGD):
             raise KeyError("no optimizer today")
         self.stepping = stepping
         if making:
-            tell_late()
+            notify_late()
 
     def step(self, closure: Any = None) -> None:
         if failing_on(self.stepping):
             self.param_groups[0]["params"][0].grad.zero_()
             raise ValueError("no step today")
         super().step(closure)
-        tell_late()
+        notify_late()
 
 
 def grads(part: Any) -> list[Any]:
@@ -60,7 +60,7 @@ def grads(part: Any) -> list[Any]:
 def _failing_step() -> None:
     told.clear()
     far, near = Far(), Near()
-    optimizer = DistributedOptimizer(Picky, far.references, lr=0.5, stepping="worker1")
+    optimizer = DistributedOptimizer(RaisesOnSomeWorkers, far.references, lr=0.5, stepping="worker1")
     with dist_autograd.context() as context_id:
         dist_autograd.backward(context_id, [far.loss(inputs(1)[0])])
         with pytest.raises(ValueError, match="no step today") as raised:
@@ -86,7 +86,7 @@ def test_an_error_in_a_step(workers: Cluster) -> None:
 
 def _several() -> None:
     far = Far()
-    optimizer = DistributedOptimizer(Picky, far.references, lr=0.5, stepping="worker1 worker2")
+    optimizer = DistributedOptimizer(RaisesOnSomeWorkers, far.references, lr=0.5, stepping="worker1 worker2")
     with pytest.raises(ValueError, match="no step today") as raised:
         train_far(far, optimizer, inputs(1))
     assert raised.value.__notes__[0].startswith("Raised on worker1")
@@ -101,7 +101,7 @@ def _failing_construction() -> None:
     told.clear()
     far = Far()
     with pytest.raises(KeyError, match="no optimizer today"):
-        DistributedOptimizer(Picky, far.references, lr=0.5, making="worker2")
+        DistributedOptimizer(RaisesOnSomeWorkers, far.references, lr=0.5, making="worker2")
     assert sorted(told) == ["worker0", "worker1"]
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         DistributedOptimizer(optim.SGD, far.references, learning_rate=0.5)
@@ -134,14 +134,14 @@ def _wrong_use() -> None:
         optimizer.step(12345)
 
 
-def test_wrong_use(workers: Cluster) -> None:
+def test_wrong_arguments_raise(workers: Cluster) -> None:
     workers.run(0, _wrong_use)
 
 
 def _set_up() -> None:
     far = Far()
     told.clear()
-    state["far"], state["optimizer"] = far, DistributedOptimizer(Picky, far.references, lr=0.5)
+    state["far"], state["optimizer"] = far, DistributedOptimizer(RaisesOnSomeWorkers, far.references, lr=0.5)
 
 
 def _after_a_death() -> None:
@@ -157,7 +157,7 @@ def _after_a_death() -> None:
 state: dict[str, Any] = {}
 
 
-def test_a_worker_that_died() -> None:
+def test_a_step_with_a_dead_worker_raises() -> None:
     with cluster(3) as job:
         job.run(0, _set_up)
         job.kill(1)

@@ -152,5 +152,5 @@ def _wrong() -> None:
         DistributedOptimizer(optim.SGD, []).lr_scheduler(lr_scheduler.StepLR, 1).get_last_lr()
 
 
-def test_errors(workers: Cluster) -> None:
+def test_errors_of_schedulers(workers: Cluster) -> None:
     workers.run(0, _wrong)

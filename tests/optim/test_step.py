@@ -73,7 +73,7 @@ def _equal(make: Any, kwargs: dict[str, Any], kind: type[Part]) -> None:
 
 
 @pytest.mark.parametrize(("make", "kwargs"), CHOICES, ids=lambda value: getattr(value, "__name__", None))
-def test_equal_to_a_local_run(workers: Cluster, make: Any, kwargs: dict[str, Any]) -> None:
+def test_steps_equal_those_of_a_local_optimizer(workers: Cluster, make: Any, kwargs: dict[str, Any]) -> None:
     workers.run(0, _equal, make, kwargs, Part)
 
 
@@ -170,7 +170,7 @@ def _untouched_worker() -> None:
     assert_same(values[0][1:3], near.values()[1:3])
 
 
-def test_workers_that_do_not_know_the_context(workers: Cluster) -> None:
+def test_step_skips_workers_that_do_not_know_the_context(workers: Cluster) -> None:
     workers.run(0, _untouched_worker)
 
 
@@ -194,7 +194,7 @@ def test_an_optimizer_can_be_sent(workers: Cluster) -> None:
     workers.run(0, _passed_on)
 
 
-def _nothing() -> None:
+def _no_parameters() -> None:
     optimizer = DistributedOptimizer(optim.SGD, [], lr=0.5)
     with dist_autograd.context() as context_id:
         optimizer.step(context_id)
@@ -202,5 +202,5 @@ def _nothing() -> None:
     assert optimizer.state_dict() == {"workers": []}
 
 
-def test_no_parameters_are_no_error_as_in_torch(workers: Cluster) -> None:
-    workers.run(0, _nothing)
+def test_an_optimizer_without_parameters_is_accepted_as_in_torch(workers: Cluster) -> None:
+    workers.run(0, _no_parameters)
