@@ -21,7 +21,7 @@ Log = Counter[tuple[str, int]]
 
 
 class SubclassWork(dist.Work):
-    """Completed from the start. ``wait`` requires its argument."""
+    """A completed work. ``wait`` requires its argument."""
 
     def __init__(self, result: Any, group: Foreign) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Foreign:
     """
 
     log: Log
-    fails: int  # which all-reduce from now on fails; 0 for none
+    fails: int  # which of the next all-reduces fails; 0: none
 
     def set_up(self, inner: dist.ProcessGroup, kind: str) -> None:
         self.inner, self.kind = inner, kind
@@ -82,7 +82,7 @@ class Foreign:
         self.finished: list[int] = []  # the order in which late works were completed
 
     def begin_backward(self) -> None:
-        """Called when a backward pass begins: at its end, before anybody waits, late works are done in reverse."""
+        """Called when a backward pass begins. At its end, before any wait, late works complete in reverse order."""
         if self.kind == "late":
             self._holds = True
             torch.autograd.Variable._execution_engine.queue_callback(self._release)

@@ -133,5 +133,5 @@ def test_training(options):
     run_workers(job, TRAINERS + 1, (free_port(), "train", options))
 
 
-def test_a_collective_that_fails():
+def test_a_failed_collective_leaves_no_gradients_in_the_context():
     run_workers(job, TRAINERS + 1, (free_port(), "fail", {}))

@@ -40,7 +40,7 @@ def never_ready(rank: int, size: int, ranks: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [(0, 1, 2), (0, 2)], ids=["all", "some"])
-def test_a_missing_gradient(ranks):
+def test_a_missing_gradient_raises_in_the_next_forward_pass(ranks):
     # Ranks with all gradients wait for the others, which raise in the next forward pass. A waiting rank is not in a
     # forward pass, so the others reach theirs.
     run_workers(never_ready, 3, (3, ranks))
@@ -66,11 +66,11 @@ def failing(rank: int, size: int) -> None:
                 assert_gradients(ours, right)
 
 
-def test_a_collective_that_fails():
+def test_training_continues_after_a_failed_collective():
     run_workers(failing, 2, (2,))
 
 
-def test_delays_do_no_harm():
+def test_delayed_collectives():
     group = FaultyProcessGroup(LonelyProcessGroup(), delay=dict.fromkeys(range(1, 20), 0.002))
     ours, right = Net(), Net()
     ddp = DistributedDataParallel(ours, process_group=group, init_sync=False, bucket_cap_mb=0.0001)
@@ -127,11 +127,11 @@ def different(rank: int, size: int) -> None:
         DistributedDataParallel(nn.Linear(4, 3))
 
 
-def test_ranks_with_different_modules():
+def test_ranks_with_different_modules_raise():
     run_workers(different, 3, (3,))
 
 
-def test_wrong_use():
+def test_wrong_use_raises():
     group = LonelyProcessGroup()
     with pytest.raises(UsageError, match="no process group"):
         DistributedDataParallel(nn.Linear(1, 1))
@@ -153,7 +153,7 @@ def test_wrong_use():
         ddp(torch.ones(1, 1)).sum().backward()
 
 
-def test_set_static_graph_too_late():
+def test_set_static_graph_raises_after_the_first_forward_pass():
     ddp = DistributedDataParallel(Net(), process_group=LonelyProcessGroup())
     loss = ddp(batch(1)).mean()
     with pytest.raises(UsageError, match="before training loop starts"):

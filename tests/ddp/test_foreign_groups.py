@@ -150,7 +150,7 @@ def matrix(rank: int, size: int, group_kind: str, work_kind: str) -> None:
         if size == 1 or group_kind != "subset"  # it has a backend without ranks
     ],
 )
-def test_the_same_as_torch(group_kind, work_kind, size):
+def test_training_equals_torchs_class(group_kind, work_kind, size):
     # No check for leaks: torch's class keeps groups that are written in Python alive.
     run_workers(matrix, size, (size, group_kind, work_kind), timeout=100, check=False)
 
@@ -203,7 +203,7 @@ def failing(rank: int, size: int, work_kind: str) -> None:
 
 
 @pytest.mark.parametrize("work_kind", ["subclass", "wrapper", "late"])
-def test_a_work_that_fails(work_kind):
+def test_a_failed_work_raises(work_kind):
     run_workers(failing, 1, (1, work_kind), check=False)  # errors in futures keep the group alive
 
 
@@ -225,7 +225,7 @@ class Empty(ProcessGroup):
 @pytest.mark.parametrize(
     ("value", "shown"), [(None, "None"), ([], "a list of 0"), (True, "a bool"), ("all right", "a str")]
 )
-def test_a_future_without_a_tensor(value, shown):
+def test_a_future_without_a_tensor_raises(value, shown):
     ddp = DistributedDataParallel(nn.Linear(2, 2), process_group=Empty(value), init_sync=False)
     with pytest.raises(CollectiveError, match=f"has to have the reduced tensor.* but it has {shown}. Look at"):
         ddp(torch.ones(1, 2)).sum().backward()

@@ -70,12 +70,12 @@ def like_torch(rank: int, size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", _hooks())
-def test_torchs_hooks_do_the_same_as_in_torch(name):
+def test_torchs_hooks_give_the_same_gradients_as_in_torch(name):
     # Torch's DDP keeps its group alive for a while.
     run_workers(like_torch, 2, (2, name), check=False)
 
 
-def own_hook(rank: int, size: int) -> None:
+def custom_hook(rank: int, size: int) -> None:
     with default_group("gloo", rank, size):
         for views in (False, True):
             ours, right = Net(), Net()
@@ -104,4 +104,4 @@ def own_hook(rank: int, size: int) -> None:
 
 
 def test_a_custom_hook():
-    run_workers(own_hook, 2, (2,))
+    run_workers(custom_hook, 2, (2,))

@@ -71,7 +71,7 @@ def uneven_buffers(rank: int, size: int) -> None:
         assert int(module[0].num_batches_tracked) == 1 + size
 
 
-def test_buffers_and_no_sync():
+def test_uneven_inputs_with_buffers_and_no_sync():
     run_workers(uneven_buffers, 3, (3,))
 
 

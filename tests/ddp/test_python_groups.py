@@ -1,4 +1,4 @@
-"""DistributedDataParallel on groups written in Python: both kinds of work, and the calls that they get."""
+"""DistributedDataParallel on groups written in Python: both kinds of work, and the calls that it makes."""
 
 from __future__ import annotations
 
