@@ -14,7 +14,7 @@ from tests.conformance.ranks import fork_ranks
 
 _MODULE = "torch.testing._internal.distributed.distributed_test"
 _UTILS = "torch.testing._internal.common_distributed"
-# Enough for sub-groups with ranks outside of them, and for the tests that want exactly four, or an even number.
+# Enough for sub-groups with ranks outside of them; some tests require exactly four, or an even number.
 _WORLD_SIZE = "4"
 
 
@@ -26,14 +26,14 @@ class CollectivesSuite:
     def __init__(self, on: str) -> None:
         self._environment = {"BACKEND": "gloo", "WORLD_SIZE": _WORLD_SIZE, "MASTER_ADDR": "localhost"}
         _run_on_few_ranks()
-        # Not for longer, because of the other suites' tests. Ranks meet in a file: which one is for each test to say,
-        # but that it is one decides what is run.
+        # Only during the import, because of the other suites' tests. Ranks meet in a file: each test chooses its own,
+        # but the scheme decides which tests the module defines.
         with mock.patch.dict(os.environ, self._environment, INIT_METHOD="file://"):
             self._module: Any = importlib.import_module(_MODULE)
         self._tests = self._module.DistributedTest._DistTestBase
         _run_without_mpi(self._tests, self.names)
         if on == "farprop":
-            self._module.BACKEND = _InGloosPlace("farprop")
+            self._module.BACKEND = _ActsAsGloo("farprop")
             self._environment["BACKEND"] = "farprop"
 
     @property
@@ -41,7 +41,7 @@ class CollectivesSuite:
         return list(unittest.TestLoader().getTestCaseNames(self._tests))
 
     def build(self) -> type[unittest.TestCase]:
-        """The class to run. To be called in the process of the test."""
+        """The class to run. Call it in the process of the test."""
         os.environ.update(self._environment)
         module = self._module
 
@@ -55,7 +55,7 @@ class CollectivesSuite:
         return DistributedTest
 
 
-class _InGloosPlace(str):
+class _ActsAsGloo(str):
     """The name of a backend for which tests do what they do for Gloo."""
 
     def __eq__(self, other: object) -> bool:
@@ -65,13 +65,13 @@ class _InGloosPlace(str):
 
 
 def _run_on_few_ranks() -> None:
-    """Tests of sub-groups are left out on less than eight ranks, because PyTorch's machines have few GPUs."""
+    """Run tests of sub-groups, which PyTorch skips on fewer than eight ranks because its machines have few GPUs."""
     utils: Any = importlib.import_module(_UTILS)
     utils.skip_if_small_worldsize = lambda test: test
 
 
 def _run_without_mpi(tests: type, names: list[str]) -> None:
-    """Tests of ``all_to_all`` are for MPI alone. Gloo has learned it since."""
+    """Run the tests of ``all_to_all``, which PyTorch runs only on MPI, although Gloo supports it by now."""
     for name in names:
         test = getattr(tests, name)
         if getattr(test, "__unittest_skip_why__", "").startswith("Only MPI supports"):

@@ -1,4 +1,4 @@
-"""What came out on torch and on farprop, side by side. Each runs in a process of its own."""
+"""Results on torch and on farprop, side by side. Each side runs in its own process."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ def results_of(on: str) -> Path:
 
 
 def side_by_side(arguments: list[str]) -> int:
-    """Run the tests twice, and print how the counts compare. What fails on torch is not counted against farprop."""
+    """Run the tests on torch and on farprop, print a table, and return the exit code of the run on farprop."""
     found: dict[str, Results] = {}
     code = 0
     for on in ("torch", "farprop"):

@@ -10,17 +10,17 @@ import torch.multiprocessing
 
 
 def die_with_parent() -> None:
-    """Called first in each process, so that killing the runner, however hard, leaves no tests behind."""
+    """Called first in each process, so that no tests are left behind even if the runner gets SIGKILL."""
     parent_death_signal = 1
     ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
-    # It may have died before we asked.
+    # The parent may have died before the prctl call.
     parent = torch.multiprocessing.parent_process()
     if parent is not None and os.getppid() != parent.pid:
         os._exit(1)
 
 
 def fork_ranks(self: Any) -> None:
-    """Takes the place of ``MultiProcessTestCase._spawn_processes``."""
+    """Replaces ``MultiProcessTestCase._spawn_processes``."""
     self._start_processes(_rank_process)
 
 

@@ -1,4 +1,4 @@
-"""Runs tests, a few at a time, each in a process of its own forked from this one."""
+"""Runs a few tests at a time, each in its own process, which is forked from this one."""
 
 import contextlib
 import multiprocessing
@@ -22,7 +22,7 @@ from tests.conformance.suites import Suite
 PASSED, FAILED, SKIPPED, EXCLUDED = "passed", "failed", "skipped", "excluded"
 
 _fork = multiprocessing.get_context("fork")
-# It asserts that a pass hangs if a result is not used, which FAST ones do.
+# It asserts that a pass hangs if a result is unused, which is true only in FAST mode.
 _FAST = frozenset({"DistAutogradTest.test_backward_unused_send_function"})
 
 
@@ -64,9 +64,9 @@ class Runner:
         shutil.rmtree(self._logs, ignore_errors=True)
         self._logs.mkdir(parents=True)
         waiting = list(names)[::-1]
-        # Being told to stop takes the way through the clean-up below, as Ctrl-C does.
+        # SIGTERM runs the clean-up below, as Ctrl-C does.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
-        # Tests leave their rendezvous files behind, so they get a place of their own.
+        # Tests leave rendezvous files behind, so they get their own directory.
         with tempfile.TemporaryDirectory(prefix="conformance-") as scratch:
             try:
                 while waiting or self._running:
@@ -91,7 +91,7 @@ class Runner:
         return self._logs / f"{name}.log"
 
     def _start(self, name: str, scratch: Path) -> None:
-        # Forking copies locks as they are: one that another thread holds would be held for ever in the child.
+        # A lock that another thread holds during the fork would stay locked in the child.
         if len(os.listdir("/proc/self/task")) != 1:
             raise RuntimeError("the conformance runner has more than one thread and can't fork safely")
         scratch.mkdir()
@@ -129,7 +129,7 @@ class Runner:
         return result, detail
 
     def _end(self, job: _Job) -> None:
-        # Before the join: until then the process is at least a zombie, and its number is nobody else's.
+        # Before the join: until then the process is at least a zombie, so its pid can't be reused.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.process.pid or 0, signal.SIGKILL)
         job.process.join()

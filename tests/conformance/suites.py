@@ -1,4 +1,4 @@
-"""The test classes, put together as PyTorch puts them together, but with ranks that are forked, not spawned.
+"""The test classes, composed as in PyTorch, but with ranks that are forked, not spawned.
 
 ``load()`` must run before anything else has imported PyTorch's test modules. It leaves the process with one
 thread, so that tests can be forked from it, and their ranks from them: ``import torch`` is paid for once.
@@ -36,7 +36,7 @@ class Suite(Protocol):
         """The traceback of the import of the class's module, if that failed."""
 
     def build(self) -> type[unittest.TestCase]:
-        """The class to run. To be called in the process of the test."""
+        """The class to run. Call it in the process of the test."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class RpcSuite:
         fixture = getattr(importlib.import_module(self.fixture_module), self.fixture)
         (class_,) = utils.generate_tests("", fixture, [self.tests], __name__).values()
         class_._spawn_processes = fork_ranks
-        # A test that sends a method of its own class to another rank has it looked up here.
+        # If a test sends a method of its class to another rank, pickle looks it up here.
         globals()[class_.__name__] = class_
         built: type[unittest.TestCase] = class_
         return built
@@ -75,7 +75,7 @@ def load(on: str) -> dict[str, Suite]:
     """Import the tests, on ``"farprop"`` or ``"torch"``, and return the test classes by name."""
     if on == "farprop":
         importlib.import_module("farprop.compat").install()
-    # What all test modules need. If this fails (it wants the package expecttest) there is nothing to run.
+    # All test modules need it. If the import fails (it needs the package expecttest), no test can run.
     importlib.import_module("torch.testing._internal.common_distributed")
     _stand_in_for_broken_modules()
     utils = importlib.import_module(_RPC_UTILS)
@@ -89,17 +89,17 @@ def load(on: str) -> dict[str, Suite]:
         for tests in group
     }
     suites["DistributedTest"] = CollectivesSuite(on)
-    # Keeps the collector off what is there now, so that its pages stay shared with the children.
+    # Exclude existing objects from garbage collection, so that their pages stay shared with the children.
     gc.collect()
     gc.freeze()
     return suites
 
 
 def _stand_in_for_broken_modules() -> None:
-    """Put classes whose tests only fail in the place of test modules that can't be imported.
+    """Replace test modules that can't be imported by modules with tests that fail.
 
-    Otherwise nothing would run, as ``rpc_utils`` imports all of them. Those that compile TorchScript as they
-    are imported are the ones at risk.
+    ``rpc_utils`` imports all of them, so otherwise no test would run. Modules that compile TorchScript when they are
+    imported are the most likely to fail.
     """
     for module_name, names in _test_modules():
         try:
