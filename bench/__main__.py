@@ -22,11 +22,11 @@ from bench.rounds import Job, alternate, rounded
 PACKAGES = {"farprop": "farprop", "torch": "torch.distributed"}
 ROUNDS = 9
 QUICK_ROUNDS = 3
-# A round on one side ends after this, however slow the machine is.
+# A round on one side ends after this time, even on a slow machine.
 VISIT_SECONDS = 1.0
 QUICK_VISIT_SECONDS = 0.1
 TITLES = {"quiet": "Quiet", "loaded": "Under load (another process burns one core)"}
-# Only a full run may replace the results that are kept: not one of a few cases, and not a short one.
+# Only a full run may replace the committed results, not one with a few cases or few rounds.
 FULL_RESULTS = ROOT / "bench" / "results.json"
 PARTIAL_RESULTS = ROOT / "build" / "bench-partial.json"
 
@@ -97,7 +97,7 @@ def main() -> int:
         dormant = {key: Dormant(side) for key, side in sides.items()}
         jobs = list(jobs_for(plan, dormant, floor))
         for condition in plan.conditions:
-            # the burner is ours, and runs while we look
+            # our own busy process runs while other work is measured
             others = machine.Others(ours=1.0 if condition == "loaded" else 0.0)
             busy = one_busy_core() if condition == "loaded" else contextlib.nullcontext()
             with busy:
@@ -108,7 +108,7 @@ def main() -> int:
                     functools.partial(_before_round, others, condition, plan.rounds),
                 )
             runs[condition] = {
-                "cores_busy_with_other_work": rounded(others.looks),
+                "cores_busy_with_other_work": rounded(others.samples),
                 **to_json(plan.cases, outcomes),
             }
             print(f"\n{TITLES[condition]}; {others}")
@@ -146,7 +146,7 @@ def _positive(text: str) -> int:
 
 
 def _before_round(others: machine.Others, condition: str, rounds: int, number: int) -> None:
-    others.look()
+    others.sample()
     if sys.stderr.isatty():
         print(f"\r{condition}: round {number + 1} of {rounds} ", end="", file=sys.stderr, flush=True)
 

@@ -71,7 +71,7 @@ class Child:
         """Run a case `count` times without keeping times."""
         self._ask({"case": case, "samples": count, "warmup": 0, "untimed": True})
 
-    def hang_up(self) -> None:
+    def request_stop(self) -> None:
         """Tell the child to stop, and don't wait for it: two workers have to shut down together."""
         assert self.process.stdin is not None
         self.thaw()
@@ -155,7 +155,7 @@ class Ranks:
 class Dormant:
     """A pair or a group that is frozen except while it measures.
 
-    Waiting is not enough: a thread of torch's (TP_SHM_reactor) polls without end in every idle worker, so an
+    Waiting is not enough: a thread of torch's (TP_SHM_reactor) polls all the time in every idle worker, so an
     idle pair takes two cores from the side that is measured. Both sides are frozen alike.
     """
 
@@ -184,7 +184,7 @@ def start(groups: Sequence[Sequence[Child]]) -> None:
 def stop(groups: Sequence[Sequence[Child]]) -> None:
     children = [child for group in groups for child in group]
     for child in children:
-        child.hang_up()
+        child.request_stop()
     for child in children:
         child.join()
 

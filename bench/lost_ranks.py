@@ -25,56 +25,56 @@ _MOST_COLLECTIVES = 60
 _LONGEST_WAIT = 2.0
 
 
-class Way(NamedTuple):
+class Scenario(NamedTuple):
     places: list[int]
     is_cut: bool
     is_waiting: bool = False
 
 
-WAYS = {
-    "killed, one host": Way([0, 0, 0, 0], is_cut=False),
-    "killed, two hosts": Way([0, 0, 1, 1], is_cut=False),
-    "killed, four hosts": Way([0, 1, 2, 3], is_cut=False),
-    "cut off, two hosts": Way([0, 0, 1, 1], is_cut=True),
-    "cut off, four hosts": Way([0, 1, 2, 3], is_cut=True),
-    "cut off, two hosts that wait": Way([0, 0, 1, 1], is_cut=True, is_waiting=True),
+SCENARIOS = {
+    "killed, one host": Scenario([0, 0, 0, 0], is_cut=False),
+    "killed, two hosts": Scenario([0, 0, 1, 1], is_cut=False),
+    "killed, four hosts": Scenario([0, 1, 2, 3], is_cut=False),
+    "cut off, two hosts": Scenario([0, 0, 1, 1], is_cut=True),
+    "cut off, four hosts": Scenario([0, 1, 2, 3], is_cut=True),
+    "cut off, two hosts that wait": Scenario([0, 0, 1, 1], is_cut=True, is_waiting=True),
 }
 
 
-def trial(hosts: Hosts, way: Way, seed: int) -> list[float]:
+def trial(hosts: Hosts, scenario: Scenario, seed: int) -> list[float]:
     """Run one trial; return the seconds after which each rank knew."""
     dice = random.Random(seed)
     victim = dice.randrange(_SIZE)
-    with processes(_SIZE, hosts.environments(way.places), check=False) as job:
+    with processes(_SIZE, hosts.environments(scenario.places), check=False) as job:
         for start in [job.start(rank, endless.join, rank, _SIZE) for rank in range(_SIZE)]:
             start.result()
-        if way.is_waiting:
+        if scenario.is_waiting:
             runs = [job.start(rank, endless.once, "all_reduce") for rank in range(_SIZE) if rank != victim]
             time.sleep(dice.uniform(0, _LONGEST_WAIT))
         else:
             runs = [job.start(rank, endless.run, list(endless.KINDS), seed) for rank in range(_SIZE)]
             job.run(victim, endless.await_collectives, dice.randrange(1, _MOST_COLLECTIVES))
         began = time.monotonic()
-        if way.is_cut:
-            hosts.cut(way.places[victim])
+        if scenario.is_cut:
+            hosts.cut(scenario.places[victim])
         else:
             job.kill(victim)
             del runs[victim]
         endings = [run.result() for run in runs]
-        if way.is_cut:
-            hosts.mend(way.places[victim])
+        if scenario.is_cut:
+            hosts.mend(scenario.places[victim])
         return [ending.when - began for ending in endings]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.lost_ranks")
-    parser.add_argument("--trials", type=int, default=40, help="of each way (%(default)s)")
+    parser.add_argument("--trials", type=int, default=40, help="of each scenario (%(default)s)")
     options = parser.parse_args()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # c10d warns of addresses that have no name
     print(machine.describe(machine.facts()))
     with Hosts(_SIZE) as hosts:
-        for name, way in WAYS.items():
-            seconds = [taken for seed in range(options.trials) for taken in trial(hosts, way, seed)]
+        for name, scenario in SCENARIOS.items():
+            seconds = [taken for seed in range(options.trials) for taken in trial(hosts, scenario, seed)]
             figures = f"median {median(seconds):.3f} s, longest {max(seconds):.3f} s"
             print(f"{name:30}{figures} ({len(seconds)} ranks in {options.trials} trials)", flush=True)
     return 0

@@ -37,7 +37,7 @@ def describe(facts: dict[str, Any]) -> str:
 
 
 def busy_cores(seconds: float = 0.2) -> float:
-    """How many cores are busy now. While our own processes are frozen, other work takes them."""
+    """How many cores are busy now: with other work, because our own processes are frozen."""
     busy, total = _jiffies()
     time.sleep(seconds)
     busy_later, total_later = _jiffies()
@@ -50,13 +50,13 @@ class Others:
 
     def __init__(self, ours: float = 0.0) -> None:
         self.ours = ours
-        self.looks: list[float] = []
+        self.samples: list[float] = []
 
-    def look(self) -> None:
-        self.looks.append(max(0.0, busy_cores() - self.ours))
+    def sample(self) -> None:
+        self.samples.append(max(0.0, busy_cores() - self.ours))
 
     def __str__(self) -> str:
-        return f"other work kept {median(self.looks):.1f} cores busy, at most {max(self.looks):.1f}"
+        return f"other work kept {median(self.samples):.1f} cores busy, at most {max(self.samples):.1f}"
 
 
 def _jiffies() -> tuple[int, int]:

@@ -15,9 +15,9 @@ from bench.report import render
 
 PACKAGES = {"farprop": "farprop", "torch": "torch.distributed"}
 TRIALS = {"empty": 200_000, "echo-1mb": 2_000, "remote": 100_000}
-LOOKS = 20
-# Caches and pools fill first; a leak grows after that, too.
-SETTLED = LOOKS // 4
+SAMPLES = 20
+# Caches and pools fill first; a leak still grows after that.
+SETTLED = SAMPLES // 4
 # 2 MiB over 150,000 calls is 14 bytes a call, less than any Python object.
 MOST_RSS_KIB = 2048
 MOST_HANDLES = 2
@@ -25,23 +25,23 @@ SETTLE_SECONDS = 2
 IDLE_SECONDS = 3
 
 
-def is_flat(looks: Sequence[Usage]) -> bool:
+def is_flat(samples: Sequence[Usage]) -> bool:
     """Whether memory did not grow after settling. It compares medians of a few samples, because RSS fluctuates."""
-    after, last = looks[SETTLED : 2 * SETTLED], looks[-SETTLED:]
-    rss = median(look.rss_kib for look in last) - median(look.rss_kib for look in after)
-    fds = median(look.fds for look in last) - median(look.fds for look in after)
-    maps = median(look.memfd_maps for look in last) - median(look.memfd_maps for look in after)
+    after, last = samples[SETTLED : 2 * SETTLED], samples[-SETTLED:]
+    rss = median(sample.rss_kib for sample in last) - median(sample.rss_kib for sample in after)
+    fds = median(sample.fds for sample in last) - median(sample.fds for sample in after)
+    maps = median(sample.memfd_maps for sample in last) - median(sample.memfd_maps for sample in after)
     return rss <= MOST_RSS_KIB and fds <= MOST_HANDLES and maps <= MOST_HANDLES
 
 
 def watch(pair: Pair, case: str, count: int) -> list[list[Usage]]:
     """Make the calls; return for each worker a sample at the start and one after each part of the calls."""
-    looks: list[list[Usage]] = [[usage(child.pid)] for child in pair.children]
-    for _ in range(LOOKS):
-        pair.repeat(case, count // LOOKS)
-        for child, seen in zip(pair.children, looks, strict=True):
+    samples: list[list[Usage]] = [[usage(child.pid)] for child in pair.children]
+    for _ in range(SAMPLES):
+        pair.repeat(case, count // SAMPLES)
+        for child, seen in zip(pair.children, samples, strict=True):
             seen.append(usage(child.pid))
-    return looks
+    return samples
 
 
 def idle(pair: Pair) -> list[str]:
@@ -67,11 +67,11 @@ def main() -> int:
     try:
         start([pair.children])
         for case, count in TRIALS.items():
-            for rank, looks in enumerate(watch(pair, case, count)):
-                flat = is_flat(looks)
+            for rank, samples in enumerate(watch(pair, case, count)):
+                flat = is_flat(samples)
                 all_flat = all_flat and flat
                 title = f"{count:,} x {case}, w{rank}"
-                rows.append([title, *_cells(looks), "flat" if flat else "NOT FLAT"])
+                rows.append([title, *_cells(samples), "flat" if flat else "NOT FLAT"])
         print(f"\n{options.side}: at the start, once settled, at the end")
         print(render(["", "RSS MiB", "fds", "memfd maps", ""], rows))
         print("\n".join(idle(pair)))
@@ -80,12 +80,12 @@ def main() -> int:
     return 0 if all_flat else 1
 
 
-def _cells(looks: Sequence[Usage]) -> list[str]:
-    moments = [looks[0], looks[SETTLED], looks[-1]]
+def _cells(samples: Sequence[Usage]) -> list[str]:
+    moments = [samples[0], samples[SETTLED], samples[-1]]
     return [
-        ", ".join(f"{look.rss_kib / 1024:.1f}" for look in moments),
-        ", ".join(str(look.fds) for look in moments),
-        ", ".join(str(look.memfd_maps) for look in moments),
+        ", ".join(f"{sample.rss_kib / 1024:.1f}" for sample in moments),
+        ", ".join(str(sample.fds) for sample in moments),
+        ", ".join(str(sample.memfd_maps) for sample in moments),
     ]
 
 

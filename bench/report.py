@@ -61,7 +61,7 @@ def _row(case: Case, outcome: Outcome) -> list[str]:
     ours, theirs = outcome.summaries["ours"], outcome.summaries["theirs"]
     each = round_ratios(theirs, ours)
     reached = "yes" if ratio(theirs, ours) >= case.goal else "no"
-    # the number of rounds that agree tells a real difference from luck
+    # if most rounds agree, the difference is not noise
     votes = f"{sum(value >= case.goal for value in each)}/{len(each)}"
     spread = f"{times(min(each))} to {times(max(each))}"
     return [*cells, times(ratio(theirs, ours)), spread, times(case.goal), f"{reached} {votes}"]
@@ -97,7 +97,7 @@ def micros(value: float) -> str:
 
 
 def times(value: float) -> str:
-    """A ratio: one decimal is all that a noisy machine gives."""
+    """A ratio with one decimal: more would be noise."""
     return f"{value:.1f}"
 
 

@@ -1,4 +1,4 @@
-"""One worker of a pair: `python -m bench.rpc_side PACKAGE RANK PORT`."""
+"""One of two RPC workers: `python -m bench.rpc_side PACKAGE RANK PORT`."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from bench import __main__ as command
 from bench.cases import CASES
 from bench.driver import BenchError
 from bench.machine import Usage
-from bench.memory import LOOKS, is_flat
+from bench.memory import SAMPLES, is_flat
 from bench.report import comparison, floor_lines, micros, render, times, to_json
 from bench.rounds import Job, Outcome, alternate, p99, ratio, round_ratios, summarise
 
@@ -166,14 +166,14 @@ def test_only_a_full_run_replaces_the_kept_results(arguments: list[str], conditi
 
 
 @pytest.mark.parametrize(
-    ("kib_a_look", "fds_a_look", "maps_a_look", "flat"),
+    ("kib_a_sample", "fds_a_sample", "maps_a_sample", "flat"),
     [(0, 0, 0, True), (50, 0, 0, True), (500, 0, 0, False), (0, 1, 0, False), (0, 0, 1, False)],
 )
-def test_flat_memory(kib_a_look: int, fds_a_look: int, maps_a_look: int, flat: bool) -> None:
-    looks = [Usage(1000 + n * kib_a_look, 20 + n * fds_a_look, n * maps_a_look) for n in range(LOOKS + 1)]
-    assert is_flat(looks) == flat
+def test_flat_memory(kib_a_sample: int, fds_a_sample: int, maps_a_sample: int, flat: bool) -> None:
+    samples = [Usage(1000 + n * kib_a_sample, 20 + n * fds_a_sample, n * maps_a_sample) for n in range(SAMPLES + 1)]
+    assert is_flat(samples) == flat
 
 
-def test_initial_filling_of_a_pool_is_not_growth() -> None:
-    looks = [Usage(1000, 20, 0)] + [Usage(90_000, 24, 4)] * LOOKS
-    assert is_flat(looks)
+def test_filling_a_pool_at_the_start_is_not_growth() -> None:
+    samples = [Usage(1000, 20, 0)] + [Usage(90_000, 24, 4)] * SAMPLES
+    assert is_flat(samples)

@@ -58,17 +58,17 @@ class Case:
     """torch's time over ours that we want to reach."""
     prepare: Callable[[Api, str], Sample]
     samples: int
-    """In each round, unless its time is up before."""
+    """Samples in each round, unless its time is over before."""
     warmup: int
     """Samples before each round that don't count."""
     calls: int
-    """Calls in one sample; times are reported a call."""
+    """Calls in one sample; times are reported per call."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """For farprop's processes; cases with another environment get a pair of their own."""
+    """For farprop's processes; cases with another environment run in other processes."""
     floor: str = ""
     """The bare ping-pong to compare with, if any."""
     ranks: int = 0
-    """It is done by a process group of so many, not by a pair of workers."""
+    """The size of the process group that runs it; 0 for two RPC workers."""
     against: Mapping[str, str] | None = None
     """Compare with farprop itself, in this environment, and not with torch."""
 

@@ -44,7 +44,7 @@ def compare(program: str, rounds: int, limit: float) -> Comparison:
         for side in SIDES:
             outcome.runs[side].append(run(program, side, python, limit))
         if all(outcome.runs[side][-1].failure for side in SIDES):
-            break  # it does not run on this machine at all
+            break  # the program does not run on this machine
     return outcome
 
 
@@ -59,7 +59,7 @@ def main() -> int:
     others = machine.Others()
     outcomes = []
     for program in options.only or [*OURS, *THEIRS]:
-        others.look()
+        others.sample()
         outcomes.append(compare(program, options.rounds, options.limit))
         print(" ".join(outcomes[-1].row()), file=sys.stderr, flush=True)
     table = comparison.markdown(outcomes)

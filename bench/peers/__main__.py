@@ -157,7 +157,7 @@ def main() -> int:
     print(report(outcomes, options.side, missing))
     results = {
         "machine": facts,
-        "cores_busy_with_other_work": rounded(others.looks),
+        "cores_busy_with_other_work": rounded(others.samples),
         "rounds": options.rounds,
         "side": options.side,
         **to_json(outcomes, missing),
@@ -169,7 +169,7 @@ def main() -> int:
 
 
 def _before_round(others: machine.Others, rounds: int, number: int) -> None:
-    others.look()
+    others.sample()
     if sys.stderr.isatty():
         print(f"\rround {number + 1} of {rounds} ", end="", file=sys.stderr, flush=True)
 

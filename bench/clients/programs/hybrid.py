@@ -19,7 +19,7 @@ TRAINERS = 2
 
 
 class Table(nn.EmbeddingBag):
-    """The random numbers are its own: both tables may be made at the same time, in one process."""
+    """Has its own random generator, because both tables may be made at the same time in one process."""
 
     def __init__(self, words: int, width: int, seed: int) -> None:
         weight = torch.randn(words, width, generator=torch.Generator().manual_seed(seed))
@@ -27,7 +27,7 @@ class Table(nn.EmbeddingBag):
 
 
 class Model(nn.Module):
-    """Each trainer has a table of its own: updates of one table by two trainers would come in any order."""
+    """Each trainer has its own table, because two trainers would update one table in random order."""
 
     def __init__(self, trainer: int, words: int, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the programs have in common: processes with calls between them, and a line with what came out of it."""
+"""What the programs have in common: they start worker processes, and print a line with the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESULT = "RESULT "
 
 
 class Clock:
-    """Seconds of the loop alone: workers have met before it, and part after it."""
+    """Measures the loop only, without `init_rpc` and `shutdown`."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -38,7 +38,7 @@ def options(port: int) -> Any:
 
 
 def tiny() -> bool:
-    """Whether the program is only to show that it runs."""
+    """Whether to use the smallest sizes, to check only that the program runs."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--tiny", action="store_true")
     return bool(parser.parse_args().tiny)

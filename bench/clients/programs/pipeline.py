@@ -1,4 +1,4 @@
-"""A model in two remote parts, and micro-batches that pass through them one behind the other."""
+"""A model in two remote parts, and micro-batches that pass through them in a pipeline."""
 
 from __future__ import annotations
 

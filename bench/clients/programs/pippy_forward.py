@@ -1,4 +1,4 @@
-"""PiPPy over RPC: a model is cut in two, and batches go through it in pieces."""
+"""PiPPy over RPC: a model is split in two stages, and batches pass through it in chunks."""
 
 from __future__ import annotations
 

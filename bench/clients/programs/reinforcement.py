@@ -52,7 +52,7 @@ class Agent:
         self._policy = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 2))
         self._optimizer = torch.optim.Adam(self._policy.parameters(), lr=0.01)
         self._lock = threading.Lock()
-        # Each observer has its own dice, so that it does not matter who asks first.
+        # Each observer has its own random generator, so that the order of requests does not matter.
         self._dice = [torch.Generator().manual_seed(100 + number) for number in range(OBSERVERS)]
         self._observers = [rpc.remote(f"observer{number}", Observer, args=(number,)) for number in range(OBSERVERS)]
         self._forget()

@@ -1,4 +1,4 @@
-"""TorchRL's RPC collector: two workers step through worlds with a policy, and send what they saw."""
+"""TorchRL's RPC collector: two workers step through environments with a policy, and send the frames."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.clients.programs import job
 
 
 class Push(nn.Module):
-    """Pushes against the motion, without dice."""
+    """Pushes against the motion; deterministic."""
 
     def forward(self, speed: torch.Tensor) -> torch.Tensor:
         return -speed.unsqueeze(-1).clamp(-2, 2)
