@@ -487,10 +487,11 @@ def remote_modules_and_their_attributes() -> Any:
 @fact
 def ends() -> Any:
     return (
-        rpc._cleanup_python_rpc_handler(),
         rpc._set_profiler_node_id(3),
         rpc._delete_all_user_and_unforked_owner_rrefs(),
         rpc._destroy_rref_context(True),
+        # The last: torch crashes if one of its threads handles a message during this.
+        rpc._cleanup_python_rpc_handler(),
     )
 
 

@@ -25,9 +25,7 @@ from farprop.rpc import api
 from farprop.rpc.constants import UNSET_RPC_TIMEOUT
 from farprop.rpc.internal import RPCExecMode
 from farprop.runtime import profiling
-from farprop.runtime.agent_registry import current_agent
 from farprop.runtime.autograd.contexts import current_context
-from farprop.runtime.futures import Future
 from farprop.wire.function_names import name_of
 
 
@@ -105,23 +103,19 @@ def _caller(target: Target, call: Callable[..., Any], name: str, result: JitType
     return python_function(from_compiled_code, name, result, to=ANY, args=ANY, kwargs=ANY, timeout=ANY)
 
 
-def _rpc_sync(to: Any, function: Any, args: Any, kwargs: Any, timeout: Any) -> Any:
+# Profiles have a name of their own for calls from compiled code.
+
+
+def _rpc_sync(to: Any, function: Any, args: Any, kwargs: Any, timeout: float) -> Any:
     if profiler_enabled() and profiling.session() is not None:
-        return _start_profiled(to, function, args, kwargs, timeout).wait()
+        return api._invoke_rpc(to, function, RPCExecMode.ASYNC_JIT, args, kwargs, timeout).wait()
     return api.rpc_sync(to, function, args, kwargs, timeout)
 
 
-def _rpc_async(to: Any, function: Any, args: Any, kwargs: Any, timeout: Any) -> Any:
+def _rpc_async(to: Any, function: Any, args: Any, kwargs: Any, timeout: float) -> Any:
     if profiler_enabled() and profiling.session() is not None:
-        return _start_profiled(to, function, args, kwargs, timeout)
+        return api._invoke_rpc(to, function, RPCExecMode.ASYNC_JIT, args, kwargs, timeout)
     return api.rpc_async(to, function, args, kwargs, timeout)
-
-
-def _start_profiled(to: Any, function: Any, args: Any, kwargs: Any, timeout: Any) -> Future:
-    """Start a call under the name that profiles have for calls from compiled code."""
-    session = profiling.session()
-    assert session is not None
-    return api._call_profiled(current_agent(), session, RPCExecMode.ASYNC_JIT, to, function, args, kwargs, timeout)
 
 
 # Rewriting the source
