@@ -14,14 +14,15 @@ from typing import Any
 
 from bench import floor_side, machine
 from bench.cases import CASES, Case
-from bench.driver import ROOT, Child, Dormant, Pair, Ranks, start, stop
+from bench.driver import ROOT, Child, Dormant, Workers, Ranks, start, stop
 from bench.machine import one_busy_core
-from bench.report import comparison, floor_lines, to_json
+from bench.report import alone_name, comparison, to_json
 from bench.rounds import Job, alternate, rounded
 
 PACKAGES = {"farprop": "farprop", "torch": "torch.distributed"}
 ROUNDS = 9
 QUICK_ROUNDS = 3
+GAP_SAMPLES = 4
 # A round on one side ends after this time, even on a slow machine.
 VISIT_SECONDS = 1.0
 QUICK_VISIT_SECONDS = 0.1
@@ -70,32 +71,35 @@ def parse(arguments: list[str]) -> Plan:
     )
 
 
-def jobs_for(plan: Plan, processes: Mapping[tuple[str, ...], Dormant], floor: Child) -> Iterable[Job]:
+def jobs_for(plan: Plan, processes: Mapping[tuple[str, ...], Dormant], floor: Child, alone: Child) -> Iterable[Job]:
     for kind in floor_side.KINDS:
-        yield Job(kind, {"floor": (floor, kind)}, floor_side.SAMPLES, floor_side.WARMUP)
+        samples, warmup = (GAP_SAMPLES, 0) if kind == floor_side.GAPS else (floor_side.SAMPLES, floor_side.WARMUP)
+        yield Job(kind, {"floor": (floor, kind)}, samples, warmup)
     for case in plan.cases:
         sides = {side: (processes[_key(side, case)], case.name) for side in ("ours", "theirs")}
         yield Job(case.name, sides, case.samples, case.warmup, case.calls)
+        if case.alone is not None:
+            yield Job(alone_name(case), {"floor": (alone, case.name)}, case.samples, case.warmup, case.calls)
 
 
 def main() -> int:
     plan = parse(sys.argv[1:])
     facts = machine.facts()
     print(machine.describe(facts))
-    floor = Child("bench.floor_side")
-    sides: dict[tuple[str, ...], Pair | Ranks] = {}
+    floor, alone = Child("bench.floor_side"), Child("bench.alone_side")
+    sides: dict[tuple[str, ...], Workers | Ranks] = {}
     for case in plan.cases:
         for side, name in (("ours", plan.ours), ("theirs", plan.theirs)):
             package, key = _package(side, case, name), _key(side, case)
             if key not in sides:
-                sides[key] = Ranks(package, case.ranks) if case.ranks else Pair(package, _env(side, case))
-    processes = [[floor], *(side.children for side in sides.values())]
+                sides[key] = Ranks(package, case.ranks) if case.ranks else Workers(package, _env(side, case), case.workers)
+    processes = [[floor, alone], *(side.children for side in sides.values())]
     runs: dict[str, Any] = {}
     failed = False
     try:
         start(processes)
         dormant = {key: Dormant(side) for key, side in sides.items()}
-        jobs = list(jobs_for(plan, dormant, floor))
+        jobs = list(jobs_for(plan, dormant, floor, alone))
         for condition in plan.conditions:
             # our own busy process runs while other work is measured
             others = machine.Others(ours=1.0 if condition == "loaded" else 0.0)
@@ -113,7 +117,6 @@ def main() -> int:
             }
             print(f"\n{TITLES[condition]}; {others}")
             print(comparison(plan.cases, outcomes, plan.ours, plan.theirs))
-            print("\n".join(floor_lines(plan.cases, outcomes, plan.ours)))
             failed = failed or any(outcome.errors for outcome in outcomes.values())
     finally:
         stop(processes)
@@ -127,7 +130,7 @@ def main() -> int:
 def _key(side: str, case: Case) -> tuple[str, ...]:
     """Cases with the same key run in the same processes."""
     env = (f"{key}={value}" for key, value in sorted(_env(side, case).items()))
-    return side, str(case.ranks), _package(side, case, side), *env
+    return side, str(case.ranks), str(case.workers), _package(side, case, side), *env
 
 
 def _package(side: str, case: Case, name: str) -> str:

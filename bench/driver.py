@@ -126,12 +126,14 @@ def _times(answer: dict[str, Any]) -> list[float]:
     return [float(sample) for sample in answer["us"]]
 
 
-class Pair:
-    """Two workers of one rpc package: w0 calls w1."""
+class Workers:
+    """The workers of one rpc package: w0 measures and calls the others."""
 
-    def __init__(self, package: str, env: Mapping[str, str]) -> None:
+    def __init__(self, package: str, env: Mapping[str, str], count: int = 2) -> None:
         port = str(free_port())
-        self.children = [Child("bench.rpc_side", package, str(rank), port, env=env) for rank in (0, 1)]
+        self.children = [
+            Child("bench.rpc_side", package, str(rank), port, str(count), env=env) for rank in range(count)
+        ]
         self.measure = self.children[0].measure
         self.repeat = self.children[0].repeat
 
@@ -153,13 +155,13 @@ class Ranks:
 
 
 class Dormant:
-    """A pair or a group that is frozen except while it measures.
+    """Workers or a group that is frozen except while it measures.
 
     Waiting is not enough: a thread of torch's (TP_SHM_reactor) polls all the time in every idle worker, so an
     idle pair takes two cores from the side that is measured. Both sides are frozen alike.
     """
 
-    def __init__(self, processes: Pair | Ranks) -> None:
+    def __init__(self, processes: Workers | Ranks) -> None:
         self._processes = processes
         self._each(Child.freeze)
 

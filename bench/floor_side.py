@@ -7,36 +7,59 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import subprocess
 import sys
+import time
 
 from bench.channel import Sample, serve, take_stdout
+from bench.with_gaps import sample_of
 
 SIZE = 100
 SAMPLES = 400
 WARMUP = 20
-KINDS = {"unix": "bare Unix-socket ping-pong", "tcp": "bare TCP ping-pong"}
+GAPS = "unix-gaps"
+KINDS = {
+    "unix": "bare Unix-socket ping-pong",
+    "tcp": "bare TCP ping-pong",
+    GAPS: "bare Unix-socket ping-pong with the same gaps and work",
+}
+_SECONDS = struct.Struct("d")
 
 
 def ping(kind: str) -> Sample:
     end = _connected(kind)
-    message = b"x" * SIZE
+    message = bytes(SIZE)
+
+    def call(seconds: float) -> None:
+        end.sendall(_SECONDS.pack(seconds).ljust(SIZE, b"x"))
+        end.recv(SIZE, socket.MSG_WAITALL)
 
     def sample() -> None:
         end.sendall(message)
         end.recv(SIZE, socket.MSG_WAITALL)
 
-    return sample
+    return sample_of(call, burn) if kind == GAPS else sample
 
 
 def pong(end: socket.socket) -> None:
     while message := end.recv(SIZE, socket.MSG_WAITALL):
+        (seconds,) = _SECONDS.unpack_from(message)
+        if seconds:
+            burn(seconds)
         end.sendall(message)
+
+
+def burn(seconds: float) -> None:
+    """Keep the core busy for this time."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
 
 
 def _connected(kind: str) -> socket.socket:
     """Start the process that answers; return our end of the connection to it."""
-    if kind == "unix":
+    if kind != "tcp":
         ours, theirs = socket.socketpair()
     else:
         with socket.create_server(("127.0.0.1", 0)) as listener:

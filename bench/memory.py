@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from bench import machine
-from bench.driver import Pair, start, stop
+from bench.driver import Workers, start, stop
 from bench.machine import Usage, activity, usage
 from bench.report import render
 
@@ -34,7 +34,7 @@ def is_flat(samples: Sequence[Usage]) -> bool:
     return rss <= MOST_RSS_KIB and fds <= MOST_HANDLES and maps <= MOST_HANDLES
 
 
-def watch(pair: Pair, case: str, count: int) -> list[list[Usage]]:
+def watch(pair: Workers, case: str, count: int) -> list[list[Usage]]:
     """Make the calls; return for each worker a sample at the start and one after each part of the calls."""
     samples: list[list[Usage]] = [[usage(child.pid)] for child in pair.children]
     for _ in range(SAMPLES):
@@ -44,7 +44,7 @@ def watch(pair: Pair, case: str, count: int) -> list[list[Usage]]:
     return samples
 
 
-def idle(pair: Pair) -> list[str]:
+def idle(pair: Workers) -> list[str]:
     time.sleep(SETTLE_SECONDS)
     before = [activity(child.pid) for child in pair.children]
     time.sleep(IDLE_SECONDS)
@@ -61,7 +61,7 @@ def main() -> int:
     parser.add_argument("--side", default="farprop", choices=list(PACKAGES))
     options = parser.parse_args()
     print(machine.describe(machine.facts()))
-    pair = Pair(PACKAGES[options.side], {})
+    pair = Workers(PACKAGES[options.side], {})
     rows = []
     all_flat = True
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from bench.cases import Case
@@ -24,8 +25,9 @@ def comparison(cases: Sequence[Case], outcomes: Outcomes, ours: str, theirs: str
         "rounds",
         "to reach",
         "reached",
+        f"{ours}/floor",
     ]
-    rows = [_row(case, outcomes[case.name]) for case in cases]
+    rows = [[*_row(case, outcomes[case.name]), _floor_cell(case, outcomes)] for case in cases]
     failures = [
         f"{case.name} failed on {ours if side == 'ours' else theirs}: {error}"
         for case in cases
@@ -34,14 +36,14 @@ def comparison(cases: Sequence[Case], outcomes: Outcomes, ours: str, theirs: str
     return "\n".join([render(header, rows), *failures])
 
 
-def floor_lines(cases: Sequence[Case], outcomes: Outcomes, ours: str) -> list[str]:
-    """A line for each case with a floor: farprop's time against a bare ping-pong in the same rounds."""
-    lines = []
-    for case in cases:
-        if case.floor and (factor := _over_floor(case, outcomes)) is not None:
-            floor = micros(outcomes[case.floor].summaries["floor"].median)
-            lines.append(f"{case.label}: {ours} is {times(factor)} x the floor ({KINDS[case.floor]}, {floor} µs)")
-    return lines
+def alone_name(case: Case) -> str:
+    """The name of the job that does the work of a case in one process."""
+    return f"{case.name} alone"
+
+
+def _floor_cell(case: Case, outcomes: Outcomes) -> str:
+    factor = _over_floor(case, outcomes)
+    return "" if factor is None else times(factor)
 
 
 def to_json(cases: Sequence[Case], outcomes: Outcomes) -> dict[str, Any]:
@@ -80,15 +82,28 @@ def _case_json(case: Case, outcomes: Outcomes) -> dict[str, Any]:
         "round_ratios": rounded(round_ratios(theirs, ours)),
         "reached": value >= case.goal,
     }
-    if case.floor:
-        entry["times_the_floor"] = rounded(_over_floor(case, outcomes))
+    if (factor := _over_floor(case, outcomes)) is not None:
+        entry["floor_us"] = rounded(median(floor_of(case, outcomes) or []))
+        entry["times_the_floor"] = rounded(factor)
     return entry
 
 
+def floor_of(case: Case, outcomes: Outcomes) -> list[float] | None:
+    """The floor of a case in each round: the same work in one process, and a bare ping-pong for each round trip."""
+    if not case.floor or "floor" not in outcomes[case.floor].summaries:
+        return None
+    trips = [case.round_trips * trip for trip in outcomes[case.floor].summaries["floor"].round_medians]
+    if case.alone is None:
+        return trips
+    alone = outcomes[alone_name(case)].summaries.get("floor")
+    return alone and [sum(parts) for parts in zip(alone.round_medians, trips, strict=True)]
+
+
 def _over_floor(case: Case, outcomes: Outcomes) -> float | None:
-    ours = outcomes[case.name].summaries.get("ours")
-    floor = outcomes[case.floor].summaries.get("floor")
-    return ratio(ours, floor) if ours and floor else None
+    ours, floor = outcomes[case.name].summaries.get("ours"), floor_of(case, outcomes)
+    if ours is None or floor is None:
+        return None
+    return median(mine / least for mine, least in zip(ours.round_medians, floor, strict=True))
 
 
 def micros(value: float) -> str:

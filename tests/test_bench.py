@@ -11,7 +11,8 @@ from bench.cases import CASES
 from bench.driver import BenchError
 from bench.machine import Usage
 from bench.memory import SAMPLES, is_flat
-from bench.report import comparison, floor_lines, micros, render, times, to_json
+from bench.channel import Measured, _timed
+from bench.report import comparison, floor_of, micros, render, times, to_json
 from bench.rounds import Job, Outcome, alternate, p99, ratio, round_ratios, summarise
 
 
@@ -112,12 +113,9 @@ def test_report_says_which_goals_were_met_and_in_how_many_rounds() -> None:
     }
     lines = comparison(cases, outcomes, "farprop", "torch").splitlines()
     cells = [" ".join(line.split()) for line in lines]
-    assert cells[2] == "empty Python function, rpc_sync 100 100 500 600 5.0 3.0 to 6.0 4.0 yes 2/3"
+    assert cells[2] == "empty Python function, rpc_sync 100 100 500 600 5.0 3.0 to 6.0 4.0 yes 2/3 2.0"
     assert cells[3] == "echo 1 MB failed 9.0 9.0 3.0 no"
     assert lines[4] == "echo-1mb failed on farprop: RuntimeError: lost"
-    assert floor_lines(cases, outcomes, "farprop") == [
-        "empty Python function, rpc_sync: farprop is 2.0 x the floor (bare Unix-socket ping-pong, 50 µs)"
-    ]
     entry, failed = json.loads(json.dumps(to_json(cases, outcomes)))["cases"]
     assert (entry["ratio"], entry["reached"], entry["times_the_floor"]) == (5.0, True, 2.0)
     assert entry["round_ratios"] == [5.0, 3.0, 6.0]
@@ -138,9 +136,18 @@ def test_goals_of_the_cases() -> None:
         "restricted-empty": 1 / 1.2,
         "restricted-add": 1 / 1.2,
         "remote": 4,
-        "backward-1": 3,
-        "backward-8": 3,
-        "backward-alone": 3,
+        "gaps-sync": 4,
+        "gaps-async": 3.5,
+        "gaps-self": 8,
+        "backward-1": 3.5,
+        "backward-8": 3.5,
+        "backward-alone": 3.5,
+        "opt-step": 2.5,
+        "program-rnn": 1.6,
+        "program-hybrid": 1.6,
+        "program-pipeline": 1.4,
+        "program-batch_server": 1.5,
+        "program-rl": 3,
         "script-add": 3,
         **{f"all-reduce-4KB-{ranks}": 2 for ranks in (2, 4)},
         **{f"all-reduce-{size}-{ranks}": 3 for size in ("1MB", "25MB", "100MB") for ranks in (2, 4)},
@@ -177,3 +184,19 @@ def test_flat_memory(kib_a_sample: int, fds_a_sample: int, maps_a_sample: int, f
 def test_filling_a_pool_at_the_start_is_not_growth() -> None:
     samples = [Usage(1000, 20, 0)] + [Usage(90_000, 24, 4)] * SAMPLES
     assert is_flat(samples)
+
+
+def test_floor_of_a_program_is_its_work_in_one_process_and_its_round_trips() -> None:
+    case = CASES["program-hybrid"]
+    outcomes = {
+        "unix": Outcome({"floor": summarise([[50.0], [40.0]])}),
+        f"{case.name} alone": Outcome({"floor": summarise([[450.0], [480.0]])}),
+        case.name: outcome_of([[1200.0], [1200.0]], [[2400.0], [2400.0]]),
+    }
+    assert floor_of(case, outcomes) == [600.0, 600.0]
+    (entry,) = to_json([case], outcomes)["cases"]
+    assert (entry["floor_us"], entry["times_the_floor"]) == (600.0, 2.0)
+
+
+def test_samples_that_measure_themselves() -> None:
+    assert _timed(lambda: Measured(7.0), 3, 1.0) == [7.0, 7.0, 7.0]

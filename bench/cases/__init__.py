@@ -9,43 +9,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from types import ModuleType
 
-import torch.distributed as dist
-from torch.nn import Module
-
-Sample = Callable[[], object]
-
-
-class Api:
-    """The modules of one side: `torch.distributed`'s or `farprop`'s."""
-
-    def __init__(self, package: str) -> None:
-        self.package = package
-
-    @cached_property
-    def rpc(self) -> ModuleType:
-        return importlib.import_module(f"{self.package}.rpc")
-
-    @cached_property
-    def autograd(self) -> ModuleType:
-        return importlib.import_module(f"{self.package}.autograd")
-
-    @cached_property
-    def group(self) -> dist.ProcessGroup | None:
-        """The group of all ranks: a new one on farprop's backend, or None for the default group on Gloo."""
-        if self.package != "farprop":
-            return None
-        importlib.import_module("farprop.distributed")  # registers the backend
-        made: dist.ProcessGroup = dist.new_group(backend="farprop")
-        return made
-
-    @cached_property
-    def data_parallel(self) -> type[Module]:
-        package = "farprop" if self.package == "farprop" else "torch"
-        found: type[Module] = importlib.import_module(f"{package}.nn.parallel").DistributedDataParallel
-        return found
+from bench.channel import Sample
+from bench.side import Api as Api
 
 
 @dataclass(frozen=True)
@@ -66,14 +32,26 @@ class Case:
     env: Mapping[str, str] = field(default_factory=dict)
     """For farprop's processes; cases with another environment run in other processes."""
     floor: str = ""
-    """The bare ping-pong to compare with, if any."""
+    """The bare ping-pong to compare with, if any; for ``alone`` and ``round_trips``, the kind of a round trip."""
     ranks: int = 0
     """The size of the process group that runs it; 0 for two RPC workers."""
     against: Mapping[str, str] | None = None
     """Compare with farprop itself, in this environment, and not with torch."""
+    workers: int = 2
+    """How many RPC workers run it."""
+    alone: Callable[[], Sample] | None = None
+    """Makes a sample of the same work in one process: with ``round_trips``, the floor."""
+    round_trips: int = 1
+    """How many round trips one call of a sample takes at least, one after the other."""
 
 
 CASES: dict[str, Case] = {}
+
+
+def add_case(added: Case) -> None:
+    if added.name in CASES:
+        raise ValueError(f"two cases are named {added.name!r}")
+    CASES[added.name] = added
 
 
 def case(
@@ -88,18 +66,43 @@ def case(
     floor: str = "",
     ranks: int = 0,
     against: Mapping[str, str] | None = None,
+    alone: Callable[[], Sample] | None = None,
+    round_trips: int = 1,
 ) -> Callable[[Callable[[Api, str], Sample]], Callable[[Api, str], Sample]]:
     """Register the decorated function as a case."""
 
     def register(prepare: Callable[[Api, str], Sample]) -> Callable[[Api, str], Sample]:
-        if name in CASES:
-            raise ValueError(f"two cases are named {name!r}")
-        CASES[name] = Case(name, label, goal, prepare, samples, warmup, calls, env or {}, floor, ranks, against)
+        add_case(
+            Case(
+                name,
+                label,
+                goal,
+                prepare,
+                samples,
+                warmup,
+                calls,
+                env or {},
+                floor,
+                ranks,
+                against,
+                alone=alone,
+                round_trips=round_trips,
+            )
+        )
         return prepare
 
     return register
 
 
 # The order of these is the order of the table.
-for _family in ("calls", "security", "autograd", "script", "groups"):
-    importlib.import_module(f"{__name__}.{_family}")
+for _family in (
+    "cases.calls",
+    "cases.gaps",
+    "cases.security",
+    "cases.autograd",
+    "cases.optim",
+    "cases.script",
+    "programs",
+    "cases.groups",
+):
+    importlib.import_module(f"bench.{_family}")

@@ -17,7 +17,28 @@ def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.add(a, b)
 
 
-@case("script-add", "TorchScript: remote add of two 3x3 in a loop", goal=3, samples=40, warmup=3, calls=CALLS)
+def _alone() -> Sample:
+    a, b = torch.rand(3, 3), torch.rand(3, 3)
+
+    def add_in_a_loop(a: torch.Tensor, b: torch.Tensor, count: int) -> torch.Tensor:
+        for _ in range(count):
+            a = add(a, b)
+        return a
+
+    compiled = torch.jit.script(add_in_a_loop)
+    return lambda: compiled(a, b, CALLS)
+
+
+@case(
+    "script-add",
+    "TorchScript: remote add of two 3x3 in a loop",
+    goal=3,
+    samples=40,
+    warmup=3,
+    calls=CALLS,
+    floor="unix",
+    alone=_alone,
+)
 def script_add(api: Api, peer: str) -> Sample:
     rpc = api.rpc
     if api.package == "farprop":

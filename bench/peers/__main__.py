@@ -14,7 +14,7 @@ from typing import Any
 
 from bench import machine, venvs
 from bench.cases import CASES
-from bench.driver import ROOT, BenchError, Child, Dormant, Pair, Side, start, stop
+from bench.driver import ROOT, BenchError, Child, Dormant, Workers, Side, start, stop
 from bench.report import micros, render, times
 from bench.rounds import Job, Outcome, alternate, ratio, round_ratios, rounded
 
@@ -140,7 +140,7 @@ def main() -> int:
     running, missing = start_peers()
     groups = [[child] for child in running.values()]
     try:
-        ours = Pair(SIDES[options.side], {})
+        ours = Workers(SIDES[options.side], {})
         groups.append(ours.children)
         start([ours.children])
         dormant = Dormant(ours)
