@@ -14,7 +14,7 @@ from typing import Any
 
 from bench import floor_side, machine
 from bench.cases import CASES, Case
-from bench.driver import ROOT, Child, Dormant, Workers, Ranks, start, stop
+from bench.driver import ROOT, Child, Dormant, Ranks, Workers, start, stop
 from bench.machine import one_busy_core
 from bench.report import alone_name, comparison, to_json
 from bench.rounds import Job, alternate, rounded
@@ -92,7 +92,9 @@ def main() -> int:
         for side, name in (("ours", plan.ours), ("theirs", plan.theirs)):
             package, key = _package(side, case, name), _key(side, case)
             if key not in sides:
-                sides[key] = Ranks(package, case.ranks) if case.ranks else Workers(package, _env(side, case), case.workers)
+                sides[key] = (
+                    Ranks(package, case.ranks) if case.ranks else Workers(package, _env(side, case), case.workers)
+                )
     processes = [[floor, alone], *(side.children for side in sides.values())]
     runs: dict[str, Any] = {}
     failed = False

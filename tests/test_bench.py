@@ -8,10 +8,10 @@ import pytest
 
 from bench import __main__ as command
 from bench.cases import CASES
+from bench.channel import Measured, _timed
 from bench.driver import BenchError
 from bench.machine import Usage
 from bench.memory import SAMPLES, is_flat
-from bench.channel import Measured, _timed
 from bench.report import comparison, floor_of, micros, render, times, to_json
 from bench.rounds import Job, Outcome, alternate, p99, ratio, round_ratios, summarise
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from bench import machine, venvs
 from bench.cases import CASES
-from bench.driver import ROOT, BenchError, Child, Dormant, Workers, Side, start, stop
+from bench.driver import ROOT, BenchError, Child, Dormant, Side, Workers, start, stop
 from bench.report import micros, render, times
 from bench.rounds import Job, Outcome, alternate, ratio, round_ratios, rounded
 

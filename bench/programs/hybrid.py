@@ -29,7 +29,7 @@ class Data:
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         indices = torch.randint(WORDS, (BATCH * BAG,), generator=self._random)
-        return indices, self._offsets, indices[:: BAG] % 8
+        return indices, self._offsets, indices[::BAG] % 8
 
 
 def prepare(api: Api) -> Step:

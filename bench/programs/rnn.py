@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -14,9 +15,14 @@ from bench.side import side
 WORDS, WIDTH, LENGTH, BATCH = 200, 32, 10, 8
 
 
+# Two modules may be made at the same time on the server, and both use torch's global random generator.
+_making = threading.Lock()
+
+
 def make(kind: type[nn.Module], seed: int, *args: Any) -> nn.Module:
-    torch.manual_seed(seed)
-    return kind(*args)
+    with _making:
+        torch.manual_seed(seed)
+        return kind(*args)
 
 
 class Decoder(nn.Module):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 
 import farprop.rpc as rpc
+from farprop.runtime.references.control_sender import ControlSender
+from farprop.runtime.references.rref_context import RRefContext
 from farprop.testing import faults
 from tests.calls import functions as f
 from tests.references import functions as g
@@ -272,3 +275,68 @@ def test_many_references_passed_at_once(workers: Cluster) -> None:
     handles = [workers.start(rank, _storm) for rank in range(3)]
     for handle in handles:
         handle.result()
+
+
+def _operations_of_calls_to_the_owner(calls: int) -> int:
+    """How many batches of operations this worker sends and gets during calls that pass a reference to its owner."""
+    rref = rpc.remote("worker1", g.Thing, args=("lent",))
+    wait_until(rref.confirmed_by_owner)
+    batches = 0
+    sent, operate = ControlSender._transmit, RRefContext.operate
+
+    def count_sent(self: ControlSender, peer: int) -> None:
+        nonlocal batches
+        batches += 1
+        sent(self, peer)
+
+    def count_received(self: RRefContext, *args: Any) -> bytes:
+        nonlocal batches
+        batches += 1
+        return operate(self, *args)
+
+    with (
+        mock.patch.object(ControlSender, "_transmit", count_sent),
+        mock.patch.object(RRefContext, "operate", count_received),
+    ):
+        first = rpc.rpc_sync("worker1", _is_mine, args=(rref,))
+        for number in range(calls):
+            if number % 3 == 0:
+                assert rpc.rpc_sync("worker1", _is_mine, args=(rref,)) == first
+            elif number % 3 == 1:
+                assert rpc.rpc_async("worker1", _is_mine, args=(rref,)).wait() == first
+            else:
+                assert rpc.rpc_sync("worker1", _are_mine, args=([rref, {"nested": rref}],)) == [first, first]
+        # An operation would wait for others for a few milliseconds: a fork that has to be accepted makes one.
+        rpc.rpc_sync("worker1", g.keep, args=("kept by the owner", rref))
+    return batches
+
+
+def _are_mine(things: list[Any]) -> list[tuple[bool, bool, int]]:
+    return [_is_mine(things[0]), _is_mine(things[1]["nested"])]
+
+
+def test_passing_to_the_owner_in_requests_takes_no_operations(workers: Cluster) -> None:
+    assert workers.run(0, _operations_of_calls_to_the_owner, 60) == 0
+    wait_until(lambda: workers.run(1, g.things, "lent") == 1)  # the owner keeps it
+    workers.run(1, g.let_go, "kept by the owner")
+    wait_until(lambda: workers.run(1, g.things, "lent") == 0)
+
+
+def _send_and_drop() -> list[int]:
+    """The program drops a reference at once after it has sent it to its owner."""
+    futures = []
+    for number in range(50):
+        rref = rpc.remote("worker1", torch.full, args=((2,), number))
+        rref.to_here()
+        futures.append(rpc.rpc_async("worker1", _first_element, args=(rref,)))
+        del rref
+    return [future.wait() for future in futures]
+
+
+def _first_element(rref: Any) -> int:
+    return int(rref.local_value()[0])
+
+
+def test_lent_reference_is_held_until_the_call_has_ended(workers: Cluster) -> None:
+    assert workers.run(0, _send_and_drop) == list(range(50))
+    wait_until(lambda: workers.run(1, owned) == 0)

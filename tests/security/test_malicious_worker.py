@@ -194,10 +194,10 @@ def _invoke_hidden_methods() -> list[tuple[int, str]]:
     said = []
     for method in ("reset", "__init__", "__class__", "__dict__", "__reduce_ex__", "__getattribute__", "__setattr__",
                    "add.__globals__", "value", "", "\0", "add\0", "__farprop_exposed", "_farprop_exposed"):  # fmt: skip
-        for function in (b"farprop.runtime.references.rpc_handlers:invoke", b"farprop.rpc.rref_proxy:invoke_here"):
-            args: list[Any] = [rref.created_on, rref.local_id, True, method, [1], [2]]
+        for function in (b"farprop.rpc.rref_proxy:invoke_on_owner", b"farprop.rpc.rref_proxy:invoke_here"):
+            args: list[Any] = [rref.created_on, rref.local_id, True, method, 1, 2]
             if b"here" in function:
-                args = [[16, 0], method, [1], [2]]
+                args = [[16, 0], method, 1, 2]
             said.append(_send(function, pack(args), FAST))
     return said
 

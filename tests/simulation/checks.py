@@ -10,6 +10,7 @@ from tests.simulation.harness import Violation
 from tests.simulation.ledger import ForkHistory, ValueHistory, show
 
 if TYPE_CHECKING:
+    from tests.simulation.network import Call
     from tests.simulation.worker import Worker
     from tests.simulation.world import World
 
@@ -28,7 +29,7 @@ def every_step(world: World) -> None:
     for message in world.network.in_flight.values():
         for fork in message.forks:
             history = world.ledger.forks[fork.fork]
-            if not history.revoked:
+            if not history.revoked and (message.call.open or not fork.lent):
                 _is_not_freed(world, history)
 
 
@@ -74,6 +75,12 @@ def void(worker: Worker, reference: UserReference) -> None:
     elif ledger.excused(history):
         return
     raise Violation(f"{show(reference)} of worker {worker.rank} is void for no reason")
+
+
+def void_lent(worker: Worker, reference: UserReference, call: Call) -> None:
+    """A reference that was lent for a call arrived as void: the caller must have given the call up, or be dead."""
+    if call.open and not worker.world.ledger.is_dead_to(worker.rank, call.caller):
+        raise Violation(f"{show(reference)}, lent for call {call} to worker {worker.rank}, is void for no reason")
 
 
 def broken(worker: Worker, value: OwnedValue) -> None:

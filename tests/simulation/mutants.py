@@ -31,7 +31,7 @@ __all__ = ["MUTANTS", "mutated"]
 _arrive, _fork, _release = ForksInTransit.arrive, ForksInTransit.fork, ForksInTransit.release
 _revoke, _transit_on_death = ForksInTransit.revoke, ForksInTransit.on_death
 _come_home, _find_or_await, _forgo = OwnerSide.come_home, OwnerSide._find_or_await, OwnerSide.forgo
-_recall, _owner_on_death = OwnerSide.recall, OwnerSide.on_death
+_recall, _owner_on_death, _borrow = OwnerSide.recall, OwnerSide.on_death, OwnerSide.borrow
 _release_if_free, _on_registered, _release_parent = (
     UserSide.release_if_free,
     UserSide.on_registered,
@@ -125,6 +125,31 @@ def own_fork_not_listed(self: ForksInTransit, source: UserReference | OwnedValue
 def early_forks_say_exists(self: ForksInTransit, source: UserReference | OwnedValue, to: int, route: object) -> Fork:
     """A fork of a value that is not made yet says that the value exists."""
     return _fork(self, source, to, route)._replace(exists=True)
+
+
+@mutant(ForksInTransit, "lend")
+def lent_before_it_is_listed(self: ForksInTransit, source: UserReference | OwnedValue, to: int) -> Fork | None:
+    """A reference is lent to its owner before the owner lists it."""
+    if isinstance(source, UserReference) and source.owner == to:
+        return Fork(source.owner, source.rref, source.fork, exists=True, lent=True)
+    return None
+
+
+@mutant(ForksInTransit, "lend")
+def lent_to_anybody(self: ForksInTransit, source: UserReference | OwnedValue, to: int) -> Fork | None:
+    """A reference is lent to a worker that does not own the value."""
+    if isinstance(source, UserReference) and source.state is User.CONFIRMED:
+        return Fork(source.owner, source.rref, source.fork, exists=True, lent=True)
+    return None
+
+
+@mutant(OwnerSide, "borrow")
+def lent_and_not_awaited(self: OwnerSide, fork: Fork, sender: int) -> UserReference | OwnedValue:
+    """A value that is awaited is given up although the program has a lent reference to it."""
+    value = _borrow(self, fork, sender)
+    if isinstance(value, OwnedValue):
+        value.accepts.pop(fork.fork, None)
+    return value
 
 
 @mutant(ForksInTransit, "release")

@@ -33,7 +33,7 @@ class Connection:
 class Call:
     """A call. It may make a value, to which the caller has a reference from the start."""
 
-    __slots__ = ("callee", "caller", "certain", "connection", "number", "open", "reference")
+    __slots__ = ("callee", "caller", "certain", "connection", "lent", "number", "open", "reference")
 
     def __init__(self, number: int, caller: int, callee: int, reference: UserReference | None) -> None:
         self.number = number
@@ -43,6 +43,7 @@ class Call:
         self.connection: Connection | None = None
         self.certain = False  # it arrives even if the connection breaks
         self.open = True
+        self.lent: list[UserReference] = []  # references of the caller, which it holds while the call is open
 
     def __str__(self) -> str:
         return f"#{self.number}"

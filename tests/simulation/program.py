@@ -75,7 +75,7 @@ def _call(worker: Worker, callee: int, creates: bool) -> None:
 def _send(worker: Worker, call: Call, passing: list[UserReference | OwnedValue]) -> None:
     """Send a call, or fail to; then wait for its answer, or give up after some time."""
     rng, faults, clock = worker.world.rng, worker.world.faults, worker.world.clock
-    forks = [worker.fork(thing, call.callee, call.connection) for thing in passing]
+    forks = [worker.lend_or_fork(thing, call) for thing in passing]
     if call.callee in worker.state.dead:
         worker.never_send(call, forks)
     elif rng.random() < faults.unsent / 2:

@@ -46,6 +46,7 @@ class Worker:
         self.tasks: list[Task] = []  # not finished
         self.waiting: list[Task] = []  # tasks that wait until owners list the references in their arguments
         self.connections: dict[int, Connection] = {}
+        self._dropped_while_lent: list[UserReference] = []
         self._sent: dict[int, Batch] = {}  # the batch in flight to each worker, or the last one
 
     @property
@@ -78,6 +79,18 @@ class Worker:
         ledger.forks[fork.fork] = ForkHistory(ledger.values[source.rref], self.rank, to, parent)
         return fork
 
+    def lend_or_fork(self, source: UserReference | OwnedValue, call: Call) -> Fork:
+        """What a request carries: sometimes the reference itself if its owner gets it, else a fork.
+
+        A request may have to fork all of its references, because one of them can't be lent.
+        """
+        lent = self.machine.lend(source, call.callee) if self.world.rng.random() < 0.3 else None
+        if lent is None:
+            return self.fork(source, call.callee, call.connection)
+        self.world.counts["lent"] += 1
+        call.lent.append(source)  # type: ignore[arg-type]
+        return lent
+
     def own(self) -> None:
         value = self.machine.own()
         self.world.ledger.values[value.rref] = ValueHistory(value.rref, self.rank, self.rank, came=True)
@@ -86,7 +99,13 @@ class Worker:
     def drop(self, thing: UserReference | OwnedValue) -> None:
         self.world.trace("%d drops %s", self.rank, thing)
         if isinstance(thing, UserReference):
-            self.machine.drop(thing)
+            if self._is_lent(thing):
+                self._dropped_while_lent.append(thing)
+            else:
+                self.machine.drop(thing)
+
+    def _is_lent(self, reference: UserReference) -> bool:
+        return any(lent is reference for call in self.calls for lent in call.lent)
 
     # Calls
 
@@ -126,8 +145,7 @@ class Worker:
         if sent:
             self.send(call, forks)
         self._close(call)
-        for fork in forks:
-            self.world.ledger.forks[fork.fork].revoked = True
+        self._note_revoked(forks)
         self.machine.doubted(forks)
         if call.reference is not None:
             self._recall(call.reference)
@@ -135,9 +153,13 @@ class Worker:
 
     def _undelivered(self, forks: list[Fork]) -> None:
         self.world.counts["unsent messages"] += 1
-        for fork in forks:
-            self.world.ledger.forks[fork.fork].revoked = True
+        self._note_revoked(forks)
         self.machine.undelivered(forks)
+
+    def _note_revoked(self, forks: list[Fork]) -> None:
+        for fork in forks:
+            if not fork.lent:
+                self.world.ledger.forks[fork.fork].revoked = True
 
     def time_out(self, call: Call) -> None:
         if call.open and not self.crashed:
@@ -152,6 +174,10 @@ class Worker:
     def _close(self, call: Call) -> None:
         call.open = False
         self.calls.remove(call)
+        for reference in call.lent:
+            if reference in self._dropped_while_lent and not self._is_lent(reference):
+                self._dropped_while_lent.remove(reference)
+                self.machine.drop(reference)
 
     def _recall(self, reference: UserReference) -> None:
         self.world.ledger.values[reference.rref].recalled = True
@@ -188,8 +214,8 @@ class Worker:
     # Messages that arrive
 
     def receive(self, message: Message) -> None:
-        things = [self._arrive(fork, message.source) for fork in message.forks]
         call = message.call
+        things = [self._arrive(fork, message.source, call) for fork in message.forks]
         if message.kind == "calls":
             self._receive_call(call, things)
         elif not call.open:
@@ -202,10 +228,13 @@ class Worker:
                 self.machine.made(call.reference)
             program.hand_over(self, things)
 
-    def _arrive(self, fork: Fork, sender: int) -> UserReference | OwnedValue:
+    def _arrive(self, fork: Fork, sender: int, call: Call) -> UserReference | OwnedValue:
         thing = self.machine.arrive(fork, sender)
         if isinstance(thing, UserReference) and thing.state is User.VOID:
-            checks.void(self, thing)
+            if fork.lent:
+                checks.void_lent(self, thing, call)
+            else:
+                checks.void(self, thing)
         return thing
 
     def _receive_call(self, call: Call, things: list[UserReference | OwnedValue]) -> None:

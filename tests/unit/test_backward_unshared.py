@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,6 +46,9 @@ class Network:
 
     def clean_up(self, rank: int, context_id: int) -> None:
         self.cleaned.append(rank)
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> None:
+        pass  # the test sends what is to be sent
 
 
 def _deliver(message: Message, sender: int, to: BackwardDriver) -> tuple[Context, Any]:
@@ -200,9 +204,9 @@ def test_clean_up_is_not_sent_back_to_its_sender() -> None:
     two.call(torch.neg, torch.rand(3, requires_grad=True))
     here, there = two.cleanups
     here.release(two.context.id)
-    assert two.networks[0].cleaned == [1]
+    assert here.ended.for_request(1) == (two.context.id,)
     two.there.contexts.find(two.context.id).known.add(2)
     there.release(two.context.id, told_by=0)
-    assert two.networks[1].cleaned == [2]
     there.release(two.context.id, told_by=0)  # again
-    assert two.networks[1].cleaned == [2]
+    assert there.ended.for_request(2) == (two.context.id,)
+    assert there.ended.for_request(0) == ()

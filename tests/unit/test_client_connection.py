@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from farprop.errors import ConnectionLostError
-from farprop.runtime.client_connection import ClientConnection, FutureCall, SyncCall
+from farprop.runtime.client_connection import ClientConnection, FutureCall, Waiter
 from farprop.runtime.event_loop import HANGUP, IN
+from farprop.runtime.spinner import Activity
 from farprop.transport.connection import Connection
 from farprop.transport.shared_memory import SegmentPool
 from farprop.wire.fast_codec import encode_value
@@ -26,6 +27,7 @@ class StubLoop:
 
     def __init__(self) -> None:
         self.loop = self
+        self.activity = Activity()
         self.events: dict[int, int] = {}
 
     def add(self, fd: int, events: int, _: Any) -> None:
@@ -90,7 +92,7 @@ def test_caller_that_arrives_while_the_loop_handles_a_stale_event_gets_its_answe
     if not caller.ident:
         caller.start()
         theirs.recv(1000)
-    assert isinstance(client._reader, SyncCall)
+    assert isinstance(client._reader, Waiter)
     client._on_events(IN)  # once more, while the caller reads
     theirs.sendall(pack(ANSWER, FAST, 1, 0.0, b"", encode_value(None).payload))
     caller.join()
@@ -132,7 +134,7 @@ def test_interrupt_while_answers_are_delivered_loses_no_other_answer(
     interrupts = [KeyboardInterrupt()]
 
     def interrupted(self: ClientConnection, pair: list[Any], run: Callable[..., None]) -> None:
-        is_own = isinstance(pair[0], SyncCall)
+        is_own = isinstance(pair[0], Waiter)
         deliver_one(self, pair, run)
         if is_own and interrupts:
             raise interrupts.pop()

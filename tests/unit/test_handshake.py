@@ -185,7 +185,7 @@ def test_version_mismatch_names_both_versions() -> None:
     dialer, listener = ends()
     hello = bytearray(dialer.start())
     hello[8] = 1
-    with pytest.raises(ProtocolError, match="version 1 .* version 3"):
+    with pytest.raises(ProtocolError, match="version 1 .* version 4"):
         listener.receive(bytes(hello))
 
 

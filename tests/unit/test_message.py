@@ -19,6 +19,7 @@ from farprop.wire.message import (
     CONTEXT,
     FAST,
     HEADS,
+    MAX_ENDED,
     MAX_SECONDS,
     PROFILED,
     REFS,
@@ -39,9 +40,16 @@ from farprop.wire.message import (
 shorts = st.integers(0, 2**16 - 1)
 longs = st.integers(0, 2**64 - 1)
 ids = st.builds(GlobalId, shorts, longs)
-forks = st.builds(Fork, shorts, ids, ids, st.booleans())
+forks = st.builds(Fork, shorts, ids, ids, st.booleans(), st.booleans())
 operations = st.builds(Operation, st.sampled_from(OperationKind), ids, ids, st.booleans())
-autograd_heads = st.builds(AutogradHead, longs, longs, st.integers(0, 2**32 - 1), st.text(max_size=30))
+autograd_heads = st.builds(
+    AutogradHead,
+    longs,
+    longs,
+    st.integers(0, 2**32 - 1),
+    st.text(max_size=30),
+    st.lists(longs, max_size=MAX_ENDED).map(tuple),
+)
 shares = st.sampled_from(
     [ALL, CreditShare(NONE, {}), CreditShare(Credit(3, 700).split(3)[2], {1: (1, True), 65535: (7, False)})]
 )

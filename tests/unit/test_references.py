@@ -189,6 +189,52 @@ def test_reference_passed_on_before_it_is_registered(job: Job) -> None:
     assert value.forks == {third.fork: EVE}
 
 
+def test_user_lends_to_owner(job: Job) -> None:
+    value = job[OWNER].own()
+    fork = job[OWNER].fork(value, ANN, ROUTE)
+    reference = job[ANN].arrive(fork, OWNER)
+    assert isinstance(reference, UserReference)
+    job.exchange()
+    lent = job[ANN].lend(reference, OWNER)
+    assert lent is not None
+    assert lent.lent
+    assert job[OWNER].arrive(lent, ANN) is value
+    assert job.exchange() == []
+    # From somebody who does not hold it, or after it was dropped, it is void.
+    assert as_user_reference(job[OWNER].arrive(lent, BOB)).state is User.VOID
+    job[ANN].drop(reference)
+    assert job.exchange() == [OperationKind.DELETE]
+    assert as_user_reference(job[OWNER].arrive(lent, ANN)).state is User.VOID
+
+
+def test_only_a_listed_reference_is_lent_and_only_to_its_owner(job: Job) -> None:
+    creating = job[ANN].create(OWNER)
+    assert job[ANN].lend(creating, OWNER) is None
+    assert job[OWNER].make(ANN, creating.rref, creating.fork) is not None
+    job[ANN].made(creating)
+    assert job[ANN].lend(creating, OWNER) is not None
+    assert job[ANN].lend(creating, BOB) is None
+    assert job[OWNER].lend(job[OWNER].own(), ANN) is None
+
+
+def test_lent_reference_keeps_an_awaited_value(job: Job) -> None:
+    """Bob registers a reference before the call that makes its value arrives, lends it to the owner, and drops it."""
+    creating = job[ANN].create(OWNER)
+    reference = job[BOB].arrive(job[ANN].fork(creating, BOB, ROUTE), ANN)
+    assert isinstance(reference, UserReference)
+    job.exchange()
+    lent = job[BOB].lend(reference, OWNER)
+    assert lent is not None
+    value = job[OWNER].arrive(lent, BOB)
+    assert isinstance(value, OwnedValue)
+    job[BOB].drop(reference)
+    job.exchange()
+    assert value.state is Value.AWAITED
+    assert job[OWNER].make(ANN, creating.rref, creating.fork) is value
+    assert value.state is Value.MADE
+    job.exchange()
+
+
 def test_user_passes_to_owner(job: Job) -> None:
     reference, value = job.create()
     assert job.send(reference, ANN, OWNER) is value

@@ -78,11 +78,17 @@ class _Caller:
     def __init__(self, module_rref: RRef[nn.Module], device: str) -> None:
         self._module_rref = module_rref
         self._device = device
+        self._is_on_cpu = torch.device(device).type == "cpu"
 
     def forward_async(self, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
+        if self._is_on_cpu:
+            future: torch.futures.Future[Any] = self._module_rref.rpc_async()(*args, **kwargs)
+            return future
         return rpc.rpc_async(self._module_rref.owner_name(), _run_forward, self._arguments(args, kwargs))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_on_cpu:
+            return self._module_rref.rpc_sync()(*args, **kwargs)
         return rpc.rpc_sync(self._module_rref.owner_name(), _run_forward, self._arguments(args, kwargs))
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -396,9 +402,8 @@ def _instantiate_template(module_interface_cls: Any, enable_moving_cpu_tensors_t
 
 
 def _run_forward(module_rref: RRef[nn.Module], device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a module that is not on the CPU: its arguments are moved to its device, and its results to the CPU."""
     module = _exposing("__call__", module_rref)
-    if torch.device(device).type == "cpu":
-        return module(*args, **kwargs)
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
     return tree_map_only(torch.Tensor, torch.Tensor.cpu, module(*args, **kwargs))
 

@@ -110,7 +110,7 @@ class DistributedOptimizer:
         # A worker that no backward pass reached learns about the context from this call. It has no gradients for it.
         outer = current_context.set(dist_autograd._retrieve_context(context_id))
         try:
-            _call_all(self._shards, "step", context_id)
+            _step_all(self._shards, context_id)
         finally:
             current_context.reset(outer)
 
@@ -231,10 +231,16 @@ class _WorkerShard(NamedTuple):
 _StartCall = Callable[[], torch.futures.Future[Any]]
 
 
-def _run_on_all(calls: Iterable[tuple[str, _StartCall]]) -> list[Any]:
+def _run_on_all(
+    calls: Iterable[tuple[str, _StartCall]], meanwhile: tuple[str, Callable[[], None]] | None = None
+) -> list[Any]:
     """Start a call on each worker, wait for all of them, and return their results.
 
     The first error is raised after all calls have ended, so no worker is still busy then.
+
+    Args:
+        calls: For each worker, what starts its call.
+        meanwhile: This worker's name, and what it does once the calls are started.
     """
     errors: list[tuple[str, Exception]] = []
     started: list[tuple[str, torch.futures.Future[Any]]] = []
@@ -245,6 +251,11 @@ def _run_on_all(calls: Iterable[tuple[str, _StartCall]]) -> list[Any]:
                 started.append((worker, start()))
             except Exception as error:
                 errors.append((worker, error))
+    if meanwhile is not None:
+        try:
+            meanwhile[1]()
+        except Exception as error:
+            errors.append((meanwhile[0], error))
     results = []
     for worker, future in started:
         try:
@@ -279,6 +290,20 @@ def _call_each(calls: Iterable[tuple[_WorkerShard, Sequence[Any]]], method: str)
 
 def _start(shard: _WorkerShard, method: str, args: Sequence[Any]) -> _StartCall:
     return lambda: getattr(shard.rref.rpc_async(), method)(*args)
+
+
+def _step_all(shards: Iterable[_WorkerShard], context_id: int) -> None:
+    """Step each shard's optimizer. This worker's own runs on this thread, while the others are on their way."""
+    own = [shard for shard in shards if shard.rref.is_owner()]
+    others = [shard for shard in shards if not shard.rref.is_owner()]
+
+    def step_own() -> None:
+        with torch.enable_grad():  # as in a called function
+            for shard in own:
+                shard.rref.local_value().step(context_id)
+
+    calls = [(shard.worker, _start(shard, "step", (context_id,))) for shard in others]
+    _run_on_all(calls, meanwhile=(own[0].worker, step_own) if own else None)
 
 
 # States. A worker is identified by the parameters that it has, because it may have another name in another job.

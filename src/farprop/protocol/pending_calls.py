@@ -25,6 +25,9 @@ class PendingCalls(Generic[Call]):
     def __len__(self) -> int:
         return len(self._calls)
 
+    def __contains__(self, call_id: int) -> bool:
+        return call_id in self._calls
+
     def open(self, call_id: int, call: Call, deadline: float | None) -> None:
         """Add a call."""
         self._calls[call_id] = call, deadline

@@ -86,8 +86,8 @@ _INTERNAL = {
     Method.FETCH.value: _Takes(*_ID),
     Method.REF_BACKWARD.value: _Takes(*_ID, int, bool),
     # these call only exposed methods
-    b"farprop.rpc.rref_proxy:invoke_on_owner": _Takes(*_ID, str, tuple, dict),
-    b"farprop.rpc.rref_proxy:invoke_here": _Takes(RRef, str, tuple, dict),
+    b"farprop.rpc.rref_proxy:invoke_on_owner": _Takes(*_ID, str, rest=_anything, named=True),
+    b"farprop.rpc.rref_proxy:invoke_here": _Takes(RRef, str, rest=_anything, named=True),
     # all-gathers and shutdown
     b"farprop.rpc.api:_gather_to_leader": _Takes(_KEY, str, _anything, by=lambda args, _, name: args[1] == name),
     b"farprop.rpc.api:_broadcast_to_followers": _Takes(_KEY, dict, by=_leads),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import torch
@@ -16,12 +15,12 @@ from farprop.protocol.references.records import OwnedValue, User, UserReference
 from farprop.rpc import internal
 from farprop.rpc.constants import UNSET_RPC_TIMEOUT
 from farprop.rpc.options import checked_timeout
-from farprop.rpc.rref_proxy import RRefProxy, _rref_typeof_on_owner, keep_alive
+from farprop.rpc.rref_proxy import RRefProxy, _rref_typeof_on_owner
 from farprop.runtime.agent import Agent
 from farprop.runtime.agent_registry import current_agent
 from farprop.runtime.client_connection import timeout_error
 from farprop.runtime.dynamo_disable import uncompiled
-from farprop.runtime.futures import Future
+from farprop.runtime.futures import Future, keep_until_done
 from farprop.runtime.references.owned_values import ValueSlot
 from farprop.runtime.references.remote_call import RemoteCall
 from farprop.runtime.references.rref_context import RRefContext
@@ -317,7 +316,7 @@ class RRef(Generic[T]):
             rref = self._record.rref
             args = (rref.created_on, rref.local_id, self._record.exists)
             asked = api.rpc_async(self._owner_name, _rref_typeof_on_owner, args, timeout=timeout)
-            asked.add_done_callback(partial(keep_alive, self))  # the owner must not free the value before
+            keep_until_done(asked, self)  # the owner must not free the value before
             return asked
         future = Future()
         slot = self._owned.slot

@@ -15,6 +15,7 @@ from farprop.rpc.functions import async_execution
 from farprop.rpc.options import checked_timeout
 from farprop.runtime.agent_registry import current_agent, is_agent_set
 from farprop.runtime.dynamo_disable import uncompiled
+from farprop.runtime.futures import keep_until_done
 from farprop.runtime.references.rpc_handlers import when_done
 
 if TYPE_CHECKING:
@@ -83,16 +84,18 @@ def _local_invoke_async_execution(
     return _local_invoke(rref, func_name, args, kwargs)
 
 
-def _call(rref: RRef[Any], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    """The function to call on the owner, and its arguments."""
+def _call(rref: RRef[Any], method: str, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The function to call on the owner, and its positional arguments. Those of the method follow the others, because
+    the fast codec takes no tuple in a tuple.
+    """
     if rref.is_owner():
-        return invoke_here, (rref, method, args, kwargs)
+        return invoke_here, (rref, method, *args)
     rref._checked_agent(f"{method}() on it")
     record = rref._record
-    return invoke_on_owner, (record.rref.created_on, record.rref.local_id, record.exists, method, args, kwargs)
+    return invoke_on_owner, (*record.rref, record.exists, method, *args)
 
 
-def invoke_on_owner(created_on: int, local_id: int, exists: bool, method: str, args: Any, kwargs: Any) -> Any:
+def invoke_on_owner(created_on: int, local_id: int, exists: bool, method: str, /, *args: Any, **kwargs: Any) -> Any:
     """On the owner: call a method of a value that another worker has a reference to."""
     return current_agent().owner_methods.invoke(created_on, local_id, exists, method, args, kwargs)
 
@@ -102,7 +105,7 @@ def _rref_typeof_on_owner(created_on: int, local_id: int, exists: bool) -> Any:
     return current_agent().owner_methods.type_of(created_on, local_id, exists)
 
 
-def invoke_here(rref: RRef[Any], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def invoke_here(rref: RRef[Any], method: str, /, *args: Any, **kwargs: Any) -> Any:
     """On the owner: call a method of the value of one of its own references."""
     if rref._owned is None:
         raise UsageError(f"{rref} refers to a value on {rref.owner_name()}. invoke_here has to run there.")
@@ -119,10 +122,10 @@ def _sync(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    function, all_args = _call(rref, method, args, kwargs)
+    function, all_args = _call(rref, method, args)
     began = time.monotonic()
     try:
-        return rpc_sync(rref.owner_name(), function, all_args, timeout=timeout)
+        return rpc_sync(rref.owner_name(), function, all_args, kwargs, timeout)
     except ReferenceLostError:
         raise
     except ConnectionLostError:
@@ -138,14 +141,10 @@ def _async(
 ) -> torch.futures.Future[Any]:
     from farprop.rpc import api
 
-    function, all_args = _call(rref, method, args, kwargs)
-    future = api.rpc_async(rref.owner_name(), function, all_args, timeout=timeout)
-    future.add_done_callback(partial(keep_alive, rref))  # the owner must not free the value before
+    function, all_args = _call(rref, method, args)
+    future = api.rpc_async(rref.owner_name(), function, all_args, kwargs, timeout)
+    keep_until_done(future, rref)  # the owner must not free the value before
     return future
-
-
-def keep_alive(_rref: RRef[Any], _future: torch.futures.Future[Any]) -> None:
-    """Do nothing. As a callback of a future, it keeps the reference alive until the future is done."""
 
 
 @uncompiled
@@ -157,5 +156,5 @@ def _remote(rref: RRef[Any], timeout: float, method: str, args: tuple[Any, ...],
         kind = rref._get_type(timeout)
         if not hasattr(kind, method) and method not in _sync(rref, api.rpc_sync, timeout, "__dir__", (), {}):
             raise AttributeError(f"{kind.__name__!r} object has no attribute {method!r}")
-    function, all_args = _call(rref, method, args, kwargs)
-    return api._remote(rref.owner_name(), function, all_args, {}, timeout, keep=rref)
+    function, all_args = _call(rref, method, args)
+    return api._remote(rref.owner_name(), function, all_args, kwargs, timeout, keep=rref)

@@ -34,6 +34,7 @@ from farprop.runtime.references.rpc_handlers import OwnerMethods, backward_from_
 from farprop.runtime.references.rref_context import RRefContext
 from farprop.runtime.server import Server
 from farprop.runtime.services import WorkerServices
+from farprop.runtime.spinner import CROWDED
 from farprop.runtime.thread_pool import Blocked, ThreadPool
 from farprop.transport.connection import Connection
 from farprop.transport.shared_memory import SegmentPool
@@ -93,6 +94,7 @@ class Agent:
         self._closed = False
         self._loop = EventLoop()
         self._loop.on_pause = self._on_pause
+        self._loop.activity.set_limit(self._settings.spin_seconds, CROWDED)
         self._threads = ThreadPool(name, options.num_worker_threads, self._loop)
         self.services = WorkerServices(
             self._threads,
@@ -116,7 +118,7 @@ class Agent:
         )
         self.services.bind(self.peers, self.references)
         self._devices = DeviceMaps(self.membership, options.device_maps, self.references.instances.get)
-        calls = Calls(self._info, self.peers, self.references, self._devices, dialect)
+        calls = Calls(self._info, self.peers, self.references, self._devices, dialect, self.context_cleanup.ended)
         self.call_sync, self.call_async, self.remote = calls.call_sync, calls.call_async, calls.remote
         self._failure_detector = FailureDetector(
             name, self.peers.probe, self._on_death, self._threads.submit, self._loop.call_at
@@ -142,6 +144,7 @@ class Agent:
             self.gate,
             self._settings.max_message_bytes,
             dialect,
+            self.context_cleanup.release,
             {
                 **self.owner_methods.table(),
                 **self.gradients.methods(),
@@ -177,6 +180,8 @@ class Agent:
         self.membership.join(self._endpoint.keys, self._own_entry, meeting_seconds(self.rpc_timeout))
         if self.membership.is_static:
             self._endpoint.on_all_joined()
+            neighbours = sum(entry.host == self._own_entry.host for entry in self.membership.entries.values())
+            self._loop.activity.set_limit(self._settings.spin_seconds, neighbours)
         self._accepted.close_strangers()
         self._dialer.prepare(self.membership.entries.values())
         try:
@@ -242,6 +247,7 @@ class Agent:
     def _on_pause(self) -> None:
         """The loop is about to sleep: send the messages that wait for more."""
         self._server.uncork()
+        self._server.end_contexts()
         if self._returns_due:
             self._returns_due = False
             self.peers.give_back()
@@ -297,6 +303,8 @@ class Agent:
     def idle(self) -> bool:
         """Whether no call of this worker is open or being delivered, and no request to it is unanswered."""
         if self._server.active or self._threads.delivers or not self.references.settled:
+            return False
+        if not self.context_cleanup.ended.is_empty or self._server.has_ended_contexts:
             return False
         return not self.peers.open_calls
 

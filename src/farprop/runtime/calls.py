@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +14,11 @@ from farprop.errors import ConnectionLostError, InjectedFaultError, RpcTimeoutEr
 from farprop.ids import WorkerInfo
 from farprop.protocol.references.records import Fork, OwnedValue, UserReference
 from farprop.runtime import profiling
+from farprop.runtime.autograd.context_cleanup import EndedContexts
 from farprop.runtime.autograd.contexts import Context, current_context
-from farprop.runtime.client_connection import FutureCall
+from farprop.runtime.client_connection import AwaitedCall, ClientConnection
 from farprop.runtime.device_maps import DeviceMaps, careful_call
+from farprop.runtime.futures import Future
 from farprop.runtime.peers import Peers
 from farprop.runtime.profiling import ProfiledFunction
 from farprop.runtime.references.owned_values import ValueSlot
@@ -27,13 +31,20 @@ from farprop.wire.message import ANSWER, PROFILED, SYSTEM, Creation, Message
 from farprop.wire.tensors import DeviceMapRequired
 
 _is_grad_enabled = torch.is_grad_enabled
+_now = time.monotonic
 
 
 class Calls:
     """Makes the three kinds of calls. Methods may be called from any thread. Timeouts are in seconds, or None."""
 
     def __init__(
-        self, own: WorkerInfo, peers: Peers, references: RRefContext, devices: DeviceMaps, dialect: Dialect
+        self,
+        own: WorkerInfo,
+        peers: Peers,
+        references: RRefContext,
+        devices: DeviceMaps,
+        dialect: Dialect,
+        ended: EndedContexts,
     ) -> None:
         self._own = own
         self._peers = peers
@@ -41,6 +52,7 @@ class Calls:
         self._references = references
         self._devices = devices
         self._dialect = dialect
+        self._ended = ended
         self._name_of = dialect.name_of
         self._encode_call = careful_call(dialect.encode_call) if devices.moves_cpu_in_calls else dialect.encode_call
 
@@ -62,12 +74,15 @@ class Calls:
         context = None if flags & SYSTEM else current_context.get()
         message = self._request(connection.peer, connection.rank, context, function, args, kwargs, flags)
         if message.out_of_band:
-            self._references.attach_refs(message, connection.rank, connection)
+            # The caller's arguments hold the references until this returns.
+            self._references.attach_refs(message, connection.rank, connection, lend=True)
         try:
             answer = connection.call_sync(message, timeout)
         except BaseException as error:
             self._after_failed_send(message, error)
             raise
+        if context is not None and message.autograd is not None and message.autograd.ended:
+            self._ended.on_answered(connection.rank, message.autograd.ended)
         return self.value_of(answer, context, connection.rank)
 
     def call_async(
@@ -77,7 +92,7 @@ class Calls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         timeout: float | None,
-        future: torch.futures.Future[Any],
+        future: Future,
         flags: int = 0,
         profile: ProfiledFunction | None = None,
     ) -> None:
@@ -90,6 +105,8 @@ class Calls:
         name, rank = self._peers.name_and_rank(to)
         message = self._request(name, rank, context, function, args, kwargs, flags)
         call = FutureResponse(timeout, future, self.value_of, context, rank)
+        if message.autograd is not None and message.autograd.ended:
+            call.on_answered = partial(self._ended.on_answered, rank, message.autograd.ended)
         if profile is not None:
             self._attach_profile(message, profile)
             call.profile = profile
@@ -99,9 +116,12 @@ class Calls:
             call.finish(None, error)
             return
         if message.out_of_band:
-            self._references.attach_refs(message, connection.rank, connection)
+            call.keep = message.out_of_band
+            self._references.attach_refs(message, connection.rank, connection, lend=True)
         try:
+            call.on_sending(connection)
             connection.call_async(message, call)
+            call.call_id = message.call_id
         except (ConnectionLostError, InjectedFaultError) as error:
             self._after_failed_send(message, error)
             call.finish(None, error)
@@ -150,8 +170,8 @@ class Calls:
             fork = Fork(rank, subject.rref, subject.fork, exists=False)
         sending = False
         try:
-            call = RemoteCall(timeout, references, subject, keep, profile, self._dialect)
-            references.attach_refs(message, rank, connection, Creation(fork, site.encode()))
+            call = RemoteCall(timeout, references, subject, (keep, message.out_of_band), profile, self._dialect)
+            references.attach_refs(message, rank, connection, Creation(fork, site.encode()), lend=True)
             sending = True
             connection.call_async(message, call)
         except (ConnectionLostError, InjectedFaultError) as error:
@@ -193,7 +213,7 @@ class Calls:
             message.name = name
         message.flags |= flags
         if context is not None:
-            context.attach(message, rank, graph, placed=placed)
+            context.attach(message, rank, graph, placed=placed, ended=self._ended.for_request(rank))
         return message
 
     def _attach_profile(self, message: Message, profile: ProfiledFunction) -> None:
@@ -235,36 +255,70 @@ class Calls:
 ValueOf = Callable[[Message, Context | None, int], Any]
 
 
-class FutureResponse(FutureCall):
+class FutureResponse(AwaitedCall):
     """A call whose outcome completes a future. The future's callbacks run on the thread that completes it."""
 
-    __slots__ = ("_context", "_future", "_sender", "_value_of", "profile")
+    __slots__ = (
+        "_connection",
+        "_context",
+        "_deadline",
+        "_future",
+        "_open",
+        "_sender",
+        "_value_of",
+        "call_id",
+        "keep",
+        "on_answered",
+        "profile",
+    )
 
     def __init__(
         self,
         timeout: float | None,
-        future: torch.futures.Future[Any],
+        future: Future,
         value_of: ValueOf,
         context: Context | None,
         sender: int,
     ) -> None:
-        self.timeout = timeout
+        super().__init__(timeout)
         self.profile: ProfiledFunction | None = None
         self._value_of = value_of
         self._future = future
         self._context = context
         self._sender = sender
+        self._open = [True]  # empty once it is finished: to pop is atomic
+        self.call_id = 0
+        self.on_answered: Callable[[], None] | None = None
+        self.keep: Sequence[Any] = ()  # references that are lent to the callee until the call has ended
+
+    def on_sending(self, connection: ClientConnection) -> None:
+        """From now on, the thread that waits for the future may read the answer itself."""
+        self._connection = connection
+        self._deadline = None if self.timeout is None else _now() + self.timeout
+        self._future.call = self
+
+    def read(self) -> None:
+        self._connection.wait_for(self, self.call_id, self._deadline)
 
     def finish(self, answer: Message | None, error: Exception | None) -> None:
+        try:
+            self._open.pop()
+        except IndexError:
+            return
         value = None
         if answer is not None:
+            if self.on_answered is not None:
+                self.on_answered()
             try:
                 value = self._value_of(answer, self._context, self._sender)
             except Exception as raised:
                 error = raised
         if self.profile is not None:
             self.profile.add(answer)
+        future = self._future
         if error is None:
-            set_result(self._future, value)
+            set_result(future, value)
         else:
-            self._future.set_exception(error)
+            future.set_exception(error)
+        future.on_call_ended()
+        self.keep = ()

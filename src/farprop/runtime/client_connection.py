@@ -21,7 +21,8 @@ from typing import Any, cast
 from farprop.errors import ConnectionLostError, ProtocolError, RpcTimeoutError
 from farprop.locks import make_lock
 from farprop.protocol.pending_calls import PendingCalls
-from farprop.runtime.event_loop import HANGUP, IN, OUT, Spinner
+from farprop.runtime.event_loop import HANGUP, IN, OUT
+from farprop.runtime.spinner import Spinner
 from farprop.runtime.sync import Waker
 from farprop.runtime.thread_pool import ThreadPool, this_thread
 from farprop.runtime.timers import TimerHandle
@@ -40,23 +41,24 @@ _PIPELINED = 16
 _UNCORK_SECONDS = 0.001
 
 
-class SyncCall:
-    """A call whose caller waits for its answer.
+class Waiter:
+    """A thread that waits for the answer to a call: its own, or that of a future.
 
     ``waker`` wakes the caller when its answer has arrived, or when it becomes the reader. It is made when the caller
     first sleeps: most callers read their own answer and never sleep.
     """
 
-    __slots__ = ("leads", "outcome", "waker")
+    __slots__ = ("has_left", "leads", "outcome", "waker")
 
     def __init__(self) -> None:
+        self.has_left = False  # it was interrupted while it waited for a future
         self.leads = False  # its thread polls in the loop's place, and does not wait for the waker
         self.outcome: Message | Exception | None = None
         self.waker: Waker | None = None
 
 
 class FutureCall:
-    """An asynchronous call. ``finish`` is called once with its outcome, on a thread of the pool.
+    """An asynchronous call. ``finish`` is called with its outcome, on a thread of the pool. A second time does no harm.
 
     If ``quick`` is set, the reader calls ``finish`` itself. This is for farprop's own calls, whose ``finish`` is short
     and runs no user code. ``timeout`` is in seconds, or None.
@@ -73,6 +75,16 @@ class FutureCall:
         raise NotImplementedError
 
 
+class AwaitedCall(FutureCall):
+    """An asynchronous call that a thread may wait for (``wait_for``). The ``waiter``, if there is one, finishes it."""
+
+    __slots__ = ("waiter",)
+
+    def __init__(self, timeout: float | None) -> None:
+        super().__init__(timeout)
+        self.waiter: Waiter | None = None
+
+
 class _LoopReads:
     """The value of ``_reader`` while the loop reads."""
 
@@ -85,6 +97,13 @@ def timeout_error(peer: str, timeout: float) -> RpcTimeoutError:
         f"RPC ran for more than set timeout ({timeout * 1000:.0f} ms) without an answer from {peer}. It may still be "
         "running there. Pass a larger timeout to the call, or 0 to disable it."
     )
+
+
+def _finish_with(call: FutureCall, outcome: Message | Exception) -> None:
+    if isinstance(outcome, Exception):
+        call.finish(None, outcome)
+    else:
+        call.finish(outcome, None)
 
 
 def _finish(pair: list[Any]) -> None:
@@ -123,11 +142,11 @@ class ClientConnection:
         self._on_refs = on_refs
         self._lock = make_lock("client_connection")
         self._ids = itertools.count(1)
-        self._calls: PendingCalls[SyncCall | FutureCall] = PendingCalls()
+        self._calls: PendingCalls[Waiter | FutureCall] = PendingCalls()
         self._given_up = 0  # abandoned calls whose answers may still arrive, with references and segments
-        self._reader: SyncCall | _LoopReads | None = None
+        self._reader: Waiter | _LoopReads | None = None
         self._loop_in_stream = False  # the loop is reading from the stream right now
-        self._followers: dict[SyncCall, None] = {}  # sleeping callers, in the order in which they become reader
+        self._followers: dict[Waiter, None] = {}  # sleeping callers, in the order in which they become reader
         self._wants_input = False
         self._wants_output = False
         self._hung_up = False
@@ -172,7 +191,7 @@ class ClientConnection:
             ConnectionLostError: the connection broke before the answer arrived.
             RpcTimeoutError: no answer arrived in time.
         """
-        call = SyncCall()
+        call = Waiter()
         call_id = next(self._ids)
         threads = self._threads
         pooled = getattr(this_thread, "pool", None) is threads
@@ -187,33 +206,10 @@ class ClientConnection:
                 if self._lost is not None:
                     raise self._lost_error()
                 self._calls.open(call_id, call, None)
-                if self._reader is not None and (self._reader is not _LOOP or self._loop_in_stream or pooled):
-                    self._followers[call] = None
-                elif pooled and threads.is_polling_thread():
-                    self._loop_reads()
-                else:
-                    # Read here instead of in the loop: waking the loop and then this thread would take much longer.
-                    self._reader = call
-                    if self._wants_input:
-                        self._wants_input = False
-                        self._set_events()
+                self._join_readers(call, pooled)
                 self.sent += not message.flags & SYSTEM
             self._send(message, call_id, timeout)
-            while call.outcome is None:
-                if not pooled:
-                    self._await_answer(call, deadline)
-                elif self._reader is _LOOP and threads.is_polling_thread():
-                    # Another caller may become the reader, deliver our answer, or make this caller the reader.
-                    call.leads = True
-                    ended = threads.poll_until(lambda: call.outcome is not None or self._reader is call, deadline)
-                    call.leads = False
-                    if not ended:
-                        threads.yield_polling()
-                else:
-                    with threads.blocked():
-                        self._await_answer(call, deadline)
-                if deadline is not None and call.outcome is None and _now() >= deadline:
-                    break
+            self._wait(call, deadline, pooled)
         finally:
             if call.outcome is None or self._reader is call or call in self._followers:
                 self._leave(call, call_id)
@@ -225,10 +221,84 @@ class ClientConnection:
             raise outcome
         return outcome
 
+    def wait_for(self, call: AwaitedCall, call_id: int, deadline: float | None) -> None:
+        """Wait for an open asynchronous call on this thread, and finish it here.
+
+        Returns at once if the call has ended already or another thread waits for it, and at the deadline: then the call
+        is finished on a thread of the pool.
+        """
+        waiter = Waiter()
+        pooled = getattr(this_thread, "pool", None) is self._threads
+        if not pooled:
+            self._loop.called_from_outside = True
+        try:
+            with self._lock:
+                if call.waiter is not None or call_id not in self._calls:
+                    return
+                call.waiter = waiter
+                self._join_readers(waiter, pooled)
+            if self._connection.has_corked:
+                self._uncork()
+            self._wait(waiter, deadline, pooled)
+        except BaseException:
+            self._stop_waiting_for(call, call_id, waiter)
+            raise
+        if waiter.outcome is None or self._reader is waiter:
+            self._stop_waiting_for(call, call_id, waiter)
+        else:
+            _finish_with(call, waiter.outcome)
+
+    def _stop_waiting_for(self, call: AwaitedCall, call_id: int, waiter: Waiter) -> None:
+        with self._lock:
+            if call_id in self._calls:
+                call.waiter = None  # a thread of the pool finishes it
+            self._followers.pop(waiter, None)
+            reading = self._reader is waiter
+        # The outcome may have been delivered, or be about to: whoever sees both fields set has the call finished.
+        waiter.has_left = True
+        if waiter.outcome is not None:
+            self._threads.submit(_finish_with, call, waiter.outcome)
+        if reading:
+            self._hand_over()
+
+    def _join_readers(self, waiter: Waiter, pooled: bool) -> None:
+        """Make this thread the reader, or a follower of the reader. Called under the lock."""
+        if self._reader is not None and (self._reader is not _LOOP or self._loop_in_stream or pooled):
+            self._followers[waiter] = None
+        elif pooled and self._threads.is_polling_thread():
+            self._loop_reads()
+        else:
+            # Read here instead of in the loop: waking the loop and then this thread would take much longer.
+            self._reader = waiter
+            if self._wants_input:
+                self._wants_input = False
+                self._set_events()
+
+    def _wait(self, waiter: Waiter, deadline: float | None, pooled: bool) -> None:
+        """Wait until there is an outcome, or until the deadline."""
+        threads = self._threads
+        while waiter.outcome is None:
+            if not pooled:
+                self._await_answer(waiter, deadline)
+            elif self._reader is _LOOP and threads.is_polling_thread():
+                # Another caller may become the reader, deliver our answer, or make this caller the reader.
+                waiter.leads = True
+                ended = threads.poll_until(lambda: waiter.outcome is not None or self._reader is waiter, deadline)
+                waiter.leads = False
+                if not ended:
+                    threads.yield_polling()
+            else:
+                with threads.blocked():
+                    self._await_answer(waiter, deadline)
+            if deadline is not None and waiter.outcome is None and _now() >= deadline:
+                return
+
     def call_async(self, message: Message, call: FutureCall) -> None:
         """Send a request; ``call.finish`` is called once with its outcome."""
         timeout = call.timeout
-        call_id = next(self._ids)
+        call_id = message.call_id = next(self._ids)
+        if getattr(this_thread, "pool", None) is not self._threads:
+            self._loop.called_from_outside = True
         if self._connection.outbox_bytes > _OUTBOX_LIMIT:
             self._wait_for_room(timeout)
         deadline = None if timeout is None else _now() + timeout
@@ -273,7 +343,7 @@ class ClientConnection:
         self._watch_deadlines()
         for call in expired:
             if isinstance(call, FutureCall) and call.timeout is not None:
-                self._threads.submit(call.finish, None, timeout_error(self.peer, call.timeout))
+                self._fail(call, timeout_error(self.peer, call.timeout))
 
     def _uncork_soon(self) -> None:
         # Called after the request was queued, so a timer that has not run yet will send it.
@@ -318,7 +388,7 @@ class ClientConnection:
             with self._threads.blocked():
                 poller.poll(20)
 
-    def _await_answer(self, call: SyncCall, deadline: float | None) -> None:
+    def _await_answer(self, call: Waiter, deadline: float | None) -> None:
         """Read if this caller is the reader, else sleep until its answer has arrived or it becomes the reader."""
         if self._reader is call:
             self._read_for(call, deadline)
@@ -333,7 +403,7 @@ class ClientConnection:
         else:
             call.waker.wait(timeout=max(0.0, deadline - _now()))
 
-    def _leave(self, call: SyncCall, call_id: int) -> None:
+    def _leave(self, call: Waiter, call_id: int) -> None:
         """The caller stops waiting. Its answer is dropped if it arrives later."""
         with self._lock:
             self._given_up += self._calls.answer(call_id) is not None
@@ -344,7 +414,7 @@ class ClientConnection:
 
     # Reading
 
-    def _read_for(self, call: SyncCall, deadline: float | None) -> None:
+    def _read_for(self, call: Waiter, deadline: float | None) -> None:
         """Read until this caller's answer has arrived or its deadline has passed, then hand over to the next reader."""
         in_stream = False
         try:
@@ -372,12 +442,13 @@ class ClientConnection:
     def _input_comes(self, deadline: float | None) -> bool:
         """Wait until there is something to read; False at the deadline. An interrupt here does no harm."""
         poll = self._poller.poll
-        if self._spinner.poll(poll):
+        if self._spinner.poll(poll, self._loop.activity):
             return True
-        if deadline is None:
-            poll()
-            return True
-        return bool(poll(max(0.0, deadline - _now()) * 1000)) or _now() < deadline
+        began = _now()
+        events = poll() if deadline is None else poll(max(0.0, deadline - began) * 1000)
+        now = _now()
+        self._spinner.slept(now - began)
+        return bool(events) or deadline is None or now < deadline
 
     def _deliver(self, messages: list[Message], run: Callable[..., None]) -> None:
         answered: list[list[Any]] = []
@@ -413,17 +484,35 @@ class ClientConnection:
         if call is None:
             if message.received_refs is not None:
                 run(pair.clear)  # abandoned; this may drop the last reference to a user's object
-        elif isinstance(call, SyncCall):
+        elif isinstance(call, Waiter):
             call.outcome = message
             if call is not self._reader:  # the reader is this thread
                 self._wake(call)
         elif call.quick:
             call.finish(message, None)
+        elif isinstance(call, AwaitedCall) and call.waiter is not None:
+            self._tell_waiter(call, call.waiter, message)
+            pair.clear()
         else:
             call = message = None
             run(_finish, pair)
 
-    def _wake(self, call: SyncCall) -> None:
+    def _fail(self, call: FutureCall, error: Exception) -> None:
+        """End a call that has left the table with an error."""
+        if isinstance(call, AwaitedCall) and call.waiter is not None:
+            self._tell_waiter(call, call.waiter, error)
+        else:
+            self._threads.submit(call.finish, None, error)
+
+    def _tell_waiter(self, call: FutureCall, waiter: Waiter, outcome: Message | Exception) -> None:
+        """Give the outcome to the thread that waits for a future."""
+        waiter.outcome = outcome
+        if waiter.has_left:  # see _stop_waiting_for
+            self._threads.submit(_finish_with, call, outcome)
+        elif waiter is not self._reader:
+            self._wake(waiter)
+
+    def _wake(self, call: Waiter) -> None:
         if call.waker is not None:
             call.waker.wake()
         if call.leads and not self._threads.is_polling_thread():
@@ -547,11 +636,11 @@ class ClientConnection:
         self._on_lost(self, reason)
         for call in calls:
             error = self._lost_error()
-            if isinstance(call, SyncCall):
+            if isinstance(call, Waiter):
                 call.outcome = error
                 self._wake(call)
             else:
-                self._threads.submit(call.finish, None, error)
+                self._fail(call, error)
 
     def _lost_error(self) -> ConnectionLostError:
         return ConnectionLostError(

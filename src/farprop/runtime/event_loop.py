@@ -14,60 +14,23 @@ import select
 import time
 from collections.abc import Callable
 
+from farprop.runtime.spinner import Activity, Events, Spinner
 from farprop.runtime.timers import TimerHandle, TimerHeap
 
 _log = logging.getLogger(__name__)
 
 IN, OUT, HANGUP = select.EPOLLIN, select.EPOLLOUT, select.EPOLLRDHUP
 
-_SPIN_SECONDS = 400e-6
-_BEST_SCORE = 8
-_SKIPS = 32  # after so many times without spinning it is tried again
-
 _now = time.monotonic
-_perf = time.perf_counter
 
 Handler = Callable[[int], None]
-Events = list[tuple[int, int]]
-
-
-class Spinner:
-    """Adaptive polling: asks again and again for a short time before its caller sleeps, if that paid off lately.
-
-    To be woken costs more than an answer takes that is on its way already. With a single core it never spins.
-    """
-
-    __slots__ = ("_has_cores", "_score", "_skipped")
-
-    def __init__(self) -> None:
-        self._has_cores = len(os.sched_getaffinity(0)) > 1
-        self._score = _BEST_SCORE // 2 if self._has_cores else 0
-        self._skipped = 0
-
-    def poll(self, poll: Callable[[int], Events]) -> Events:
-        """What ``poll(0)`` reports within a fraction of a millisecond; nothing if spinning is not worth it."""
-        if self._score <= 0:
-            self._skipped += 1
-            if self._skipped < _SKIPS or not self._has_cores:
-                return []
-            self._skipped = 0
-        end = _perf() + _SPIN_SECONDS
-        while True:
-            events = poll(0)
-            if events:
-                if self._score < _BEST_SCORE:
-                    self._score = max(self._score + 1, 2)
-                return events
-            if _perf() > end:
-                if self._score > 0:
-                    self._score -= 1
-                return events
 
 
 class EventLoop:
     """See the module's rules. ``on_pause()`` is called before the thread that polls goes to sleep."""
 
     def __init__(self) -> None:
+        self.activity = Activity()
         self.on_pause: Callable[[], None] = lambda: None
         # A thread of the program's made a call: it needs the interpreter's lock more than a thread that spins.
         self.called_from_outside = False
@@ -131,14 +94,16 @@ class EventLoop:
         if self.called_from_outside:
             self.called_from_outside = False
         else:
-            events = self._spinner.poll(poll)
+            events = self._spinner.poll(poll, self.activity)
         if not events:
             self.on_pause()
+            began = _now()
             deadline = self._timers.next_deadline
             if deadline is not None:
-                left = max(0.0, deadline - _now())
+                left = max(0.0, deadline - began)
                 timeout = left if timeout is None else min(timeout, left)
             events = poll(timeout)
+            self._spinner.slept(_now() - began)
         handlers = self._handlers
         for fd, mask in events:
             handler = handlers.get(fd)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,20 +17,47 @@ from farprop.runtime.sync import OneShot
 from farprop.runtime.thread_pool import pool_of_this_thread
 
 
+class PendingCall(Protocol):
+    """A call that a future waits for."""
+
+    def read(self) -> None:
+        """Read answers on this thread until the call has ended, if this thread may; else return at once."""
+
+
 class Future(torch.futures.Future[Any]):
     """A ``torch.futures.Future``.
 
     Waiting for it inside a called function does not use up a pool thread. Ctrl-C interrupts a wait in the main thread.
+
+    The thread that waits for a call reads the answer itself, and completes the future. If callbacks were added before,
+    a thread of the pool does: callbacks are code of the program, and may wait for what the waiting thread does next.
     """
+
+    call: PendingCall | None = None
+    """The call whose outcome completes this future, while it is open."""
+    _has_callbacks = False
+    _kept: object = None
 
     @uncompiled
     def wait(self) -> Any:
+        call = self.call
+        if call is not None and not self._has_callbacks:
+            call.read()
         return wait_on_pool(self)
 
     def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
         """Like torch's, but the callback runs in the current autograd context of this thread."""
+        self._has_callbacks = True
         context = current_context.get()
         return super().then(callback if context is None else partial(_run_in, context, callback))
+
+    def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
+        self._has_callbacks = True
+        super().add_done_callback(callback)
+
+    def on_call_ended(self) -> None:
+        """Let go of the call, and of what was kept for it."""
+        self.call = self._kept = None
 
     def set_exception(self, result: Any) -> None:
         """Like torch's, but every ``wait`` raises a copy.
@@ -44,6 +71,12 @@ class Future(torch.futures.Future[Any]):
             return
         set_unwrap_function(self, _raise_renewed)
         self.set_result(without_frames(result))
+
+
+def keep_until_done(future: torch.futures.Future[Any], kept: object) -> None:
+    """Keep an object alive until the call of a future has ended, whatever becomes of the future."""
+    if isinstance(future, Future) and future.call is not None:
+        future._kept = kept
 
 
 def wait_on_pool(future: torch.futures.Future[Any]) -> Any:

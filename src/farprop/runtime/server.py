@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import CoroutineType
@@ -90,6 +91,7 @@ class Server:
         gate: BarrierGate,
         max_message_bytes: int,
         dialect: Dialect,
+        on_context_ended: Callable[[int, int], None],
         methods: Mapping[Method, Callable[..., Any]],
     ) -> None:
         self.active = 0  # unanswered requests
@@ -120,6 +122,10 @@ class Server:
         self._quick: set[bytes] = set()
         self._slow: set[bytes] = set()
         self._corked: set[Connection] = set()
+        # Contexts that requests said have ended, with the callers' ranks. They end when the requests are answered: to
+        # free a graph takes longer than a short call.
+        self._ended_contexts: deque[tuple[int, int]] = deque()
+        self._on_context_ended = on_context_ended
         self.async_results = AsyncResults(threads, worker)
 
     def know_device_maps(self) -> None:
@@ -176,6 +182,8 @@ class Server:
             and (flags & (REFS | REMOTE) or not may_be_system(message.name))
         ):
             flags = message.flags = flags & ~SYSTEM
+        if message.autograd is not None and message.autograd.ended:
+            self._ended_contexts.extend([(context_id, connection.rank) for context_id in message.autograd.ended])
         if flags & (REFS | REMOTE):
             self._take_references(connection, message, now)
         elif flags & SYSTEM:
@@ -447,6 +455,21 @@ class Server:
                     self.active -= 1
             if not more and self._corked:
                 self.uncork()
+        if self._ended_contexts:
+            self.end_contexts()
+
+    def end_contexts(self) -> None:
+        """End the contexts that requests said have ended."""
+        while self._ended_contexts:
+            try:
+                context_id, told_by = self._ended_contexts.popleft()
+            except IndexError:
+                return  # another thread was faster
+            self._on_context_ended(context_id, told_by)
+
+    @property
+    def has_ended_contexts(self) -> bool:
+        return bool(self._ended_contexts)
 
     def uncork(self) -> None:
         """Send the answers that wait for more."""

@@ -56,6 +56,7 @@ class ThreadPool:
         # Queues a request, as a function and its arguments. For handlers: their thread looks at the queue next.
         self.push_request: Callable[[Task], None] = self.requests.append
         self._running = 0
+        self._activity = loop.activity  # how many of its threads run something and don't wait
         self._answering = 0  # threads that deliver answers, and with them run callbacks, and don't wait
         self._delivering = 0  # the same with those that wait
         self._leader: int | None = None  # the thread that polls
@@ -109,6 +110,7 @@ class ThreadPool:
         with self._lock:
             self._running -= this_thread.counted
             self._answering -= this_thread.answering
+            self._activity.running -= 1
             if self._leader == me:
                 self._watcher.running_since = None
         try:
@@ -128,6 +130,7 @@ class ThreadPool:
             with self._lock:
                 self._running += this_thread.counted
                 self._answering += this_thread.answering
+                self._activity.running += 1
                 if self._leader == me:
                     self._watcher.watch()
 
@@ -196,6 +199,7 @@ class ThreadPool:
             return  # another thread was faster
         with self._lock:
             self._running += 1
+            self._activity.running += 1
             if self._leader == me:
                 self._watcher.watch()
         this_thread.counted = 1
@@ -208,6 +212,7 @@ class ThreadPool:
             function = args = None  # type: ignore[assignment]
             with self._lock:
                 self._running -= 1
+                self._activity.running -= 1
                 if self._leader == me:
                     self._watcher.running_since = None
 
@@ -223,6 +228,7 @@ class ThreadPool:
             with lock:
                 self._answering += 1
                 self._delivering += 1
+                self._activity.running += 1
                 if self._leader == me:
                     self._watcher.watch()
             this_thread.answering = 1
@@ -235,6 +241,7 @@ class ThreadPool:
             with lock:
                 self._answering -= 1
                 self._delivering -= 1
+                self._activity.running -= 1
         with lock:
             if self._leader == me:
                 self._watcher.running_since = None
@@ -384,6 +391,7 @@ class Blocked:
             with pool._lock:
                 pool._running -= this_thread.counted
                 pool._answering -= this_thread.answering
+                pool._activity.running -= 1
                 if pool._leader == _get_ident():
                     pool._hand_over_polling()
             if pool.requests:
@@ -394,6 +402,7 @@ class Blocked:
             with self._pool._lock:
                 self._pool._running += this_thread.counted
                 self._pool._answering += this_thread.answering
+                self._pool._activity.running += 1
 
 
 this_thread = threading.local()  # ``pool``; ``counted`` and ``answering``: what this thread adds to the pool's numbers

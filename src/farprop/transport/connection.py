@@ -161,6 +161,11 @@ class Connection:
         if self.sender.dropped:
             self._send_forgets()
 
+    @property
+    def has_corked(self) -> bool:
+        """Whether messages wait for more."""
+        return bool(self._corked)
+
     def uncork(self) -> None:
         """Send the messages that wait for more."""
         if self._corked:

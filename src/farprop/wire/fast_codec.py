@@ -2,7 +2,8 @@
 
 Torch's and pickle's general machinery costs several times what such a message needs. On the fast path a tensor becomes
 a tuple of its bytes (or the number of the buffer that holds them, if they are many), dtype, size and ``requires_grad``,
-other values stay as they are, and pickle writes one tuple of everything. If a value does not fit (another type, or a
+a remote reference its index among the message's references, other values stay as they are, and pickle writes one tuple
+of everything. If a value does not fit (another type, or a
 tensor that is strided, sparse, or shares its storage with another one), ``encode_plain`` returns None, and the pickler
 of ``codec`` encodes the message.
 """
@@ -17,7 +18,7 @@ from typing import Any
 import numpy
 import torch
 
-from farprop.wire.codec import class_reducers, encode
+from farprop.wire.codec import class_reducers, encode, reference_kinds
 from farprop.wire.message import FAST, Message
 from farprop.wire.tensors import CODES, DTYPES, INLINE_LIMIT, Place, dense, requiring_grad, view_memory
 
@@ -38,18 +39,29 @@ _ndarray = numpy.ndarray
 _from_numpy = torch.from_numpy
 _NOTHING = _dumps((0, ()), 5)
 _NONE = _dumps((0, (None,)), 5)
-_MAX_VALUES = 8
+_MAX_VALUES = 16
+Plain = tuple[bytes, list[memoryview], Sequence[Any]]
 
 
-def encode_plain(values: tuple[Any, ...]) -> tuple[bytes, list[memoryview]] | None:
-    """The pickle of ``(mask, values)``, and the buffers beside it; bit i of the mask says that value i is a tensor."""
+def encode_plain(values: tuple[Any, ...]) -> Plain | None:
+    """The pickle of ``(mask, values)``, the buffers beside it, and the references.
+
+    Bit i of the mask says that value i is a tensor. If there are references, the pickle is ``(mask, values, indices)``:
+    the values at these indices are the numbers of references.
+    """
     if not values:
-        return _NOTHING, []
+        return _NOTHING, [], ()
     types = tuple(map(type, values))
-    if _Tensor not in types:
-        return (_dumps((0, values), 5), []) if ATOMS.issuperset(types) else None
+    references: list[Any] | tuple[()] = ()
     if not _LOOKED_AT.issuperset(types):
-        return None
+        if not _looked_at().issuperset(types):
+            return None
+        references = [value for value in values if type(value) in reference_kinds]
+    if _Tensor not in types:
+        if not references:
+            return _dumps((0, values), 5), [], ()
+        numbered = list(values)
+        return _dumps((0, numbered, _number_references(numbered, types)), 5), [], references
     mask = 0
     flat: list[Any] = []
     buffers: list[memoryview] = []
@@ -62,7 +74,28 @@ def encode_plain(values: tuple[Any, ...]) -> tuple[bytes, list[memoryview]] | No
             if value is None:
                 return None
         flat.append(value)
-    return _dumps((mask, flat), 5), buffers
+    if references:
+        return _dumps((mask, flat, _number_references(flat, types)), 5), buffers, references
+    return _dumps((mask, flat), 5), buffers, ()
+
+
+def _looked_at() -> frozenset[type]:
+    """The types of ``_LOOKED_AT`` and references, which are registered by a module that imports this one."""
+    global _looked_at_all
+    if len(_looked_at_all) != len(_LOOKED_AT) + len(reference_kinds):
+        _looked_at_all = _LOOKED_AT.union(reference_kinds)
+    return _looked_at_all
+
+
+_looked_at_all: frozenset[type] = _LOOKED_AT
+
+
+def _number_references(flat: list[Any], types: Sequence[type]) -> tuple[int, ...]:
+    """Replace the references in a list by their numbers; returns their indices."""
+    indices = tuple([index for index, kind in enumerate(types) if kind in reference_kinds])
+    for number, index in enumerate(indices):
+        flat[index] = number
+    return indices
 
 
 def _flatten(
@@ -98,7 +131,11 @@ def _flatten(
 def decode_plain(meta: Any, buffers: Sequence[Any]) -> Sequence[Any]:
     if meta == _NOTHING:
         return ()
-    mask, values = _loads(meta)
+    mask, values, *references = _loads(meta)
+    if references:
+        (resolve,) = reference_kinds.values()
+        for index in references[0]:
+            values[index] = resolve(values[index])
     index = 0
     while mask:
         if mask & 1:
@@ -136,7 +173,7 @@ def encode_call(
                 for value in args:
                     if type(value) is _Tensor and value.requires_grad:
                         graph.append(value)
-            return Message(plain[0], plain[1], args, FAST)
+            return Message(plain[0], plain[1], args, FAST, plain[2])
     return encode((args, kwargs), graph, place)
 
 
@@ -160,7 +197,7 @@ def encode_value(value: Any, graph: list[torch.Tensor] | None = None, place: Pla
         if plain is not None:
             if graph is not None and type(value) is _Tensor and value.requires_grad:
                 graph.append(value)
-            return Message(plain[0], plain[1], value, FAST)
+            return Message(plain[0], plain[1], value, FAST, plain[2])
     return encode(value, graph, place)
 
 

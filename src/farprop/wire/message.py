@@ -77,8 +77,10 @@ _COUNT = struct.Struct("<I")
 _FORK = struct.Struct("<HHQHQB")
 _SITE_LENGTH = struct.Struct("<H")
 _MAX_SITE = 0xFFFF
-# context, message id (0: no tensor requires grad), number of tensors that do, length of the anomaly mode's trace
-_AUTOGRAD = struct.Struct("<QQII")
+# context, message id (0: no tensor requires grad), number of tensors that do, length of the anomaly mode's trace,
+# number of ended contexts, whose ids follow the trace
+_AUTOGRAD = struct.Struct("<QQIIH")
+MAX_ENDED = 64
 _OPERATION = struct.Struct("<BHQHQB")
 
 
@@ -92,6 +94,8 @@ class AutogradHead(NamedTuple):
     """How many tensors of the message require grad."""
     call_trace: str
     """In anomaly mode, the stack trace of the call."""
+    ended: Sequence[int] = ()
+    """In a request, the ids of contexts that have ended; at most ``MAX_ENDED``."""
 
 
 class Creation(NamedTuple):
@@ -202,9 +206,11 @@ class Message:
             site = self.creation.site[:_MAX_SITE]
             parts += (_pack_fork(self.creation.fork), _SITE_LENGTH.pack(len(site)), site)
         if self.autograd is not None:
-            context_id, message_id, tensors, call_trace = self.autograd
+            context_id, message_id, tensors, call_trace, ended = self.autograd
             trace = call_trace.encode() if call_trace else b""
-            parts += (_AUTOGRAD.pack(context_id, message_id, tensors, len(trace)), trace)
+            parts += (_AUTOGRAD.pack(context_id, message_id, tensors, len(trace), len(ended)), trace)
+            if ended:
+                parts.append(struct.pack(f"<{len(ended)}Q", *ended))
         if self.flags & PROFILED:
             parts += (_COUNT.pack(len(self.profile)), self.profile)
         return b"".join(parts)
@@ -231,11 +237,17 @@ class Message:
                 self.creation = Creation(fork, bytes(data[at : at + length]))
                 at += length
             if flags & CONTEXT:
-                context_id, message_id, tensors, length = _AUTOGRAD.unpack_from(data, at)
+                context_id, message_id, tensors, length, count = _AUTOGRAD.unpack_from(data, at)
                 at += _AUTOGRAD.size
                 trace = bytes(data[at : at + length]).decode(errors="replace") if length else ""
-                self.autograd = AutogradHead(context_id, message_id, tensors, trace)
                 at += length
+                ended: Sequence[int] = ()
+                if count:
+                    if count > MAX_ENDED:
+                        raise ProtocolError(f"a message says that {count} contexts have ended, more than {MAX_ENDED}")
+                    ended = struct.unpack_from(f"<{count}Q", data, at)
+                    at += 8 * count
+                self.autograd = AutogradHead(context_id, message_id, tensors, trace, ended)
             if flags & PROFILED:
                 (length,) = _COUNT.unpack_from(data, at)
                 at += _COUNT.size
@@ -264,12 +276,15 @@ def notice(returned: Sequence[int] = (), flags: int = 0) -> bytes:
 # References
 
 
+_EXISTS, _LENT = 1, 2
+
+
 def _pack_fork(fork: Fork) -> bytes:
-    return _FORK.pack(fork.owner, *fork.rref, *fork.fork, fork.exists)
+    return _FORK.pack(fork.owner, *fork.rref, *fork.fork, _EXISTS * fork.exists | _LENT * fork.lent)
 
 
-def _fork_of(owner: int, rref_on: int, rref: int, fork_on: int, fork: int, exists: int) -> Fork:
-    return Fork(owner, GlobalId(rref_on, rref), GlobalId(fork_on, fork), bool(exists))
+def _fork_of(owner: int, rref_on: int, rref: int, fork_on: int, fork: int, flags: int) -> Fork:
+    return Fork(owner, GlobalId(rref_on, rref), GlobalId(fork_on, fork), bool(flags & _EXISTS), bool(flags & _LENT))
 
 
 def pack_operations(operations: Sequence[Operation]) -> bytes:

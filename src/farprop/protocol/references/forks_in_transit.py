@@ -24,6 +24,12 @@ class ForksInTransit:
         self.passed: dict[GlobalId, PassedFork] = {}
         self._revoked: set[GlobalId] = set()  # forks that are refused if they arrive after all
 
+    def lend(self, source: UserReference | OwnedValue, to: int) -> Fork | None:
+        """A fork for a request, if the owner gets it: the caller holds its own reference until the call has ended."""
+        if isinstance(source, UserReference) and source.owner == to and source.state is User.CONFIRMED:
+            return Fork(source.owner, source.rref, source.fork, exists=True, lent=True)
+        return None
+
     def fork(self, source: UserReference | OwnedValue, to: int, route: object) -> Fork:
         fork = self._plane.new_id()
         if isinstance(source, OwnedValue):
@@ -43,7 +49,7 @@ class ForksInTransit:
             self._revoked.discard(fork.fork)
             return UserReference(fork.owner, fork.rref, fork.fork, sender, User.VOID, fork.exists)
         if fork.owner == self._plane.own_rank:
-            return self._owner.come_home(fork, sender)
+            return self._owner.borrow(fork, sender) if fork.lent else self._owner.come_home(fork, sender)
         return self._users.receive(fork, sender)
 
     # Messages that may be lost

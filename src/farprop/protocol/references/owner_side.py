@@ -115,6 +115,15 @@ class OwnerSide:
             self._free_if_unused(value)
         return value
 
+    def borrow(self, fork: Fork, sender: int) -> UserReference | OwnedValue:
+        """Take a fork that the sender holds itself. A void reference if it does not: the call came too late."""
+        value = self.values.get(fork.rref)
+        if value is None or value.forks.get(fork.fork) != sender:
+            return UserReference(fork.owner, fork.rref, fork.fork, sender, User.VOID, fork.exists)
+        if value.state is Value.AWAITED:
+            value.accepts[fork.fork] = sender  # keeps it awaited, though the sender may drop its own fork
+        return value
+
     def _accept_all(self, value: OwnedValue) -> None:
         """Release the parents of forks that came home before the value was made, or known to be lost."""
         accepts, value.accepts = value.accepts, {}

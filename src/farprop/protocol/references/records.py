@@ -242,6 +242,9 @@ class Fork(NamedTuple):
     fork: GlobalId
     exists: bool
     """The sender knows that the owner has a record of the value."""
+    lent: bool = False
+    """The message goes to the owner, and this is the fork of the sender itself, which holds it until the call has
+    ended. So there is nothing to list and nothing to accept."""
 
 
 class PassedFork(NamedTuple):

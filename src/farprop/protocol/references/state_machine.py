@@ -86,6 +86,14 @@ class RRefStateMachine:
         """
         return self._transit.fork(source, to, route)
 
+    def lend(self, source: UserReference | OwnedValue, to: int) -> Fork | None:
+        """A reference is about to be sent in a request. The caller holds it until the call has ended.
+
+        Returns:
+            What to send if ``to`` is the owner and lists the reference; else None, and the caller calls ``fork``.
+        """
+        return self._transit.lend(source, to)
+
     def own(self) -> OwnedValue:
         """A record for a value of this worker that no other worker refers to yet."""
         return self._owner.own()

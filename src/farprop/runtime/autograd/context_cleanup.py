@@ -3,6 +3,8 @@
 Rules that hold here:
 
 - A worker that ends a context tells the workers that it exchanged messages of it with, except the one that told it.
+- The end of a context travels with every request of a later context to such a worker, until one of them is answered.
+  If none is within ``_RIDE_SECONDS``, the references' control channel carries it. To end a context twice does no harm.
 - If the connection to a worker breaks, messages may be lost, so passes with it fail. The contexts stay.
 - If the maker of a context is dead, the context ends. If another worker is dead that might have told this one of the
   context's end, its maker is asked.
@@ -11,16 +13,93 @@ Rules that hold here:
 from __future__ import annotations
 
 import logging
+import time
+from collections import deque
+from collections.abc import Sequence
 
 from farprop.errors import ConnectionLostError, UsageError
 from farprop.runtime.autograd.abort import PassAborter
 from farprop.runtime.autograd.contexts import ContextContainer, maker_of
 from farprop.runtime.autograd.messages import PeerCaller, ask
-from farprop.wire.message import Method
+from farprop.wire.message import MAX_ENDED, Method
 
 _log = logging.getLogger(__name__)
 
 _ASK_SECONDS = 20.0
+_RIDE_SECONDS = 0.02  # most programs make their next call sooner
+
+
+class EndedContexts:
+    """The contexts whose end other workers have to learn, by rank. Methods may be called from any thread.
+
+    They rely on the interpreter's lock: one operation on a dict or a deque is atomic.
+    """
+
+    def __init__(self, peers: PeerCaller) -> None:
+        self._peers = peers
+        self._ended: dict[int, deque[int]] = {}
+        self._overdue: dict[int, int] = {}  # by rank: the last id that was there when the timer last ran
+        self._timer_is_set = False
+
+    def add(self, rank: int, context_id: int) -> None:
+        self._ended.setdefault(rank, deque()).append(context_id)
+        if not self._timer_is_set:
+            self._set_timer()
+
+    def for_request(self, rank: int) -> Sequence[int]:
+        """The contexts that a request to this worker should name."""
+        ended = self._ended.get(rank)
+        return tuple(ended)[:MAX_ENDED] if ended else ()
+
+    def on_answered(self, rank: int, told: Sequence[int]) -> None:
+        """The worker has answered a request that named these contexts."""
+        ended = self._ended.get(rank, ())
+        for context_id in told:
+            try:
+                ended.remove(context_id)  # type: ignore[union-attr]
+            except (ValueError, AttributeError):
+                pass  # another request has told it, or the control channel does
+
+    def _set_timer(self) -> None:
+        self._timer_is_set = True
+        self._peers.call_at(time.monotonic() + _RIDE_SECONDS, self._on_timer)
+
+    def _on_timer(self) -> None:
+        """Send what no request has carried since the timer last ran."""
+        self._timer_is_set = False
+        overdue, self._overdue = self._overdue, {}
+        for rank, ended in list(self._ended.items()):
+            last = overdue.get(rank)
+            if last in ended:
+                self._send(rank, ended, last)
+            if ended:
+                self._overdue[rank] = ended[-1]
+        if self._overdue and not self._timer_is_set:
+            self._set_timer()
+
+    def _send(self, rank: int, ended: deque[int], last: int | None = None) -> None:
+        """Send the ids up to ``last`` on the control channel; all of them by default."""
+        while ended:
+            try:
+                context_id = ended.popleft()
+            except IndexError:
+                return  # another thread was faster
+            self._peers.clean_up(rank, context_id)
+            if context_id == last:
+                return
+
+    def flush(self) -> None:
+        """Send everything now."""
+        for rank, ended in list(self._ended.items()):
+            self._send(rank, ended)
+
+    def forget(self, rank: int) -> None:
+        """A worker is dead."""
+        self._ended.pop(rank, None)
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self._ended.values())
 
 
 class ContextCleanup:
@@ -31,6 +110,7 @@ class ContextCleanup:
         self._peers = peers
         self._contexts = contexts
         self._aborter = aborter
+        self.ended = EndedContexts(peers)
 
     def release(self, context_id: int, told_by: int | None = None) -> None:
         """End a context here, and on every worker that this one exchanged messages of it with, except ``told_by``."""
@@ -38,7 +118,7 @@ class ContextCleanup:
         if context is None:
             return
         for worker in context.known - {told_by}:
-            self._peers.clean_up(worker, context_id)
+            self.ended.add(worker, context_id)
         for local in list(context.passes.values()):
             if local.machine.active:
                 text = f"Could not find autograd context with id: {context_id}. It has ended, during a backward pass."
@@ -56,6 +136,7 @@ class ContextCleanup:
 
     def on_death(self, rank: int) -> None:
         """A worker is dead: its contexts and passes end, and it will not tell others when a context ends."""
+        self.ended.forget(rank)
         for context in self._contexts.all():
             for pass_id, local in list(context.passes.items()):
                 if pass_id.origin == rank and local.machine.active:

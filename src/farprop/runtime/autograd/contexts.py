@@ -72,6 +72,7 @@ class Context:
         tensors: Sequence[torch.Tensor] | None,
         answers: str = "",
         placed: bool = False,
+        ended: Sequence[int] = (),
     ) -> None:
         """Add a message to this context before it is sent.
 
@@ -81,6 +82,7 @@ class Context:
             tensors: its tensors that require grad; None where grad is off.
             answers: for an answer in anomaly mode, the call trace of its call.
             placed: whether tensors change devices on the way.
+            ended: for a request, contexts whose end the receiver should learn.
         """
         if to != self.own_rank:
             self.known.add(to)
@@ -95,7 +97,7 @@ class Context:
             if message_id:
                 self.call_traces[message_id] = anomaly.current_call_trace.get()
             call_trace = anomaly.call_trace_from_here(f"worker {self.own_rank}")
-        message.autograd = AutogradHead(self.id, message_id, len(tensors or ()), call_trace)
+        message.autograd = AutogradHead(self.id, message_id, len(tensors or ()), call_trace, ended)
         message.flags |= CONTEXT
 
     def receive(

@@ -10,6 +10,7 @@ from farprop.protocol.backward import ROOTS, CreditShare, Target
 from farprop.runtime.autograd.engine import LocalPass
 from farprop.runtime.client_connection import FutureCall
 from farprop.runtime.thread_pool import Blocked
+from farprop.runtime.timers import TimerHandle
 from farprop.wire.dialect import Dialect, EncodeCall
 from farprop.wire.message import ANSWER, Gradient, GradientAnswer, GradientPart, Message, Method, encode_gradients
 
@@ -36,6 +37,8 @@ class PeerCaller(Protocol):
         """Call a method on another worker, and wait for the answer."""
 
     def submit(self, function: Callable[..., None], *args: Any) -> None: ...
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle: ...
 
     def blocked(self) -> Blocked: ...
 

@@ -84,17 +84,37 @@ class RRefContext:
 
     # Messages that leave
 
-    def attach_refs(self, message: Message, to: int, route: object, creation: Creation | None = None) -> None:
+    def attach_refs(
+        self, message: Message, to: int, route: object, creation: Creation | None = None, lend: bool = False
+    ) -> None:
         """Give the references that the codec met in a message their forks. Raises, and changes nothing, if one of them
         can't be used.
+
+        Args:
+            message: the message.
+            to: the rank that it goes to.
+            route: the connection that it is sent on.
+            creation: for ``remote()``, the reference to the result.
+            lend: the sender holds the references of this request until the call has ended, so they may be lent.
         """
         if message.out_of_band:
             sources = [rref._source("fork an UserRRef") for rref in message.out_of_band]
-            message.refs = self._do(self._fork_all, sources, to, route)
+            lent = self._lend_all(sources, to) if lend else None
+            message.refs = self._do(self._fork_all, sources, to, route) if lent is None else lent
             message.flags |= REFS
         if creation is not None:
             message.creation = creation
             message.flags |= REMOTE
+
+    def _lend_all(self, sources: Sequence[UserReference | OwnedValue], to: int) -> list[Fork] | None:
+        """Without the lock: it changes nothing, and a reference that the program holds stays confirmed."""
+        forks: list[Fork] = []
+        for source in sources:
+            fork = self._machine.lend(source, to)
+            if fork is None:
+                return None
+            forks.append(fork)
+        return forks
 
     def _fork_all(self, sources: Sequence[UserReference | OwnedValue], to: int, route: object) -> list[Fork]:
         return [self._machine.fork(source, to, route) for source in sources]
