@@ -27,18 +27,32 @@ class P2P(Protocol):
         """Send to a rank and receive from it."""
 
 
-def broadcast(group: P2P, tensor: torch.Tensor, root: int) -> None:
-    """Broadcast down a binomial tree. The root has position 0."""
-    position = (group.rank - root) % group.size
+def binomial_tree(rank: int, size: int, root: int) -> tuple[int | None, list[int]]:
+    """The place of a rank in a binomial tree.
+
+    Returns:
+        Its parent, None for the root; and its children, those with the largest subtrees first.
+    """
+    position = (rank - root) % size
     bit = 1
-    while bit < group.size and not position & bit:
+    while bit < size and not position & bit:
         bit <<= 1
-    if position:
-        group.receive(tensor, (position - bit + root) % group.size)
+    parent = (position - bit + root) % size if position else None
+    children = []
     while bit > 1:
         bit >>= 1
-        if position + bit < group.size:
-            group.send(tensor, (position + bit + root) % group.size)
+        if position + bit < size:
+            children.append((position + bit + root) % size)
+    return parent, children
+
+
+def broadcast(group: P2P, tensor: torch.Tensor, root: int) -> None:
+    """Broadcast down a binomial tree."""
+    parent, children = binomial_tree(group.rank, group.size, root)
+    if parent is not None:
+        group.receive(tensor, parent)
+    for child in children:
+        group.send(tensor, child)
 
 
 def reduce(group: P2P, tensor: torch.Tensor, root: int, reduction: Reduction) -> None:

@@ -93,13 +93,16 @@ class Reduction:
             total.div_(self._divisor, rounding_mode="trunc")
 
     def combine(self, sources: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Accumulate two tensors or more in their order, and postscale: every rank that does it gets the same bits.
+        """Accumulate tensors in their order, and postscale: every rank that does it gets the same bits.
 
         Args:
             sources: prescaled tensors.
-            out: where the total goes. It may be the first of the sources.
+            out: where the total goes. It may be one of the first two sources.
         """
-        self._out_of_place(sources[0], sources[1], out=out)
+        if len(sources) == 1:
+            out.copy_(sources[0])
+        else:
+            self._out_of_place(sources[0], sources[1], out=out)
         for source in sources[2:]:
             self.accumulate(out, source)
         self.postscale(out)

@@ -13,6 +13,7 @@ from farprop.locks import make_lock
 from farprop.protocol.collective_consistency import CollectiveConsistency
 
 _MAX_FINGERPRINT = 1000  # characters: shared memory has room for as many
+PATIENCE = 0.1  # seconds that a rank waits for others before it sends its fingerprint to all
 
 
 @dataclass
@@ -24,12 +25,14 @@ class CollectiveCall:
         fingerprint: a text that has to be the same on every rank.
         seconds: the timeout.
         deadline: when the timeout is over, on the monotonic clock.
+        is_announced: whether this rank has sent its fingerprint to all others.
     """
 
     number: int
     fingerprint: str
     seconds: float
     deadline: float
+    is_announced: bool = False
 
     @cached_property
     def encoded(self) -> bytes:

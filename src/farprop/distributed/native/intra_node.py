@@ -5,7 +5,8 @@ Tensors that are longer than a slot go through it in chunks: while one chunk is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,20 @@ _CHAIN_BYTES = 512 * 1024
 # Below it, up to this size or with two ranks, one-shot is the fastest: every rank reduces the whole tensor.
 _ONE_SHOT_BYTES = 32 * 1024
 _MAX_VIEWS = 1024
+
+
+class Read(NamedTuple):
+    """What to read of the bytes that a rank publishes.
+
+    Attributes:
+        source: the rank.
+        start: the first byte.
+        into: a flat tensor of as many bytes as are read.
+    """
+
+    source: int
+    start: int
+    into: torch.Tensor
 
 
 class IntraNode:
@@ -180,6 +195,47 @@ class IntraNode:
 
         self._arena.run(call, count, write, read)
 
+    def publish(self, call: CollectiveCall, own: Sequence[torch.Tensor], reads: Sequence[Read], longest: int) -> None:
+        """Each rank publishes bytes, and reads what it needs of the others' bytes.
+
+        Args:
+            call: the collective.
+            own: what this rank publishes: flat tensors, one after the other.
+            reads: what it reads.
+            longest: the most bytes that any rank publishes; the same on all ranks.
+        """
+        writes: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        targets: dict[int, list[tuple[int, int, torch.Tensor]]] = {}
+        start = 0
+        for tensor in own:
+            for number, offset, piece in _pieces_by_slot(start, tensor):
+                writes.setdefault(number, []).append((offset, piece))
+            start += tensor.nbytes
+        for source, start, into in reads:
+            for number, offset, piece in _pieces_by_slot(start, into):
+                targets.setdefault(number, []).append((source, offset, piece))
+
+        def write(number: int, slots: list[torch.Tensor]) -> None:
+            for offset, piece in writes.get(number, ()):
+                slots[self.rank][offset : offset + piece.nbytes].copy_(piece)
+
+        def read(number: int, slots: list[torch.Tensor]) -> None:
+            for source, offset, piece in targets.get(number, ()):
+                piece.copy_(slots[source][offset : offset + piece.nbytes])
+
+        self._arena.run(call, max(1, -(-longest // SLOT_BYTES)), write, read)
+
+    def share(self, call: CollectiveCall, parts: Sequence[Sequence[torch.Tensor]]) -> None:
+        """An all-gather in place, of several tensors of each rank: ``parts[rank]`` are those that the rank has."""
+        reads = []
+        for rank, tensors in enumerate(parts):
+            start = 0
+            for tensor in tensors if rank != self.rank else ():
+                reads.append(Read(rank, start, tensor))
+                start += tensor.nbytes
+        longest = max(sum(tensor.nbytes for tensor in tensors) for tensors in parts)
+        self.publish(call, parts[self.rank], reads, longest)
+
     def reduce_scatter(
         self, call: CollectiveCall, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction
     ) -> None:
@@ -244,6 +300,21 @@ class IntraNode:
     def _block_bytes(self) -> int:
         """The bytes of a slot that each rank gets if a slot holds a block for each; every dtype fits evenly."""
         return SLOT_BYTES // self.size // 64 * 64
+
+
+def _pieces_by_slot(start: int, tensor: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Cut a tensor, which begins at byte ``start`` of what a rank publishes, where a slot ends.
+
+    Yields:
+        The number of the chunk, the position in the slot, and the piece's bytes.
+    """
+    memory = tensor.view(torch.uint8)
+    done = 0
+    while done < tensor.nbytes:
+        number, offset = divmod(start + done, SLOT_BYTES)
+        length = min(SLOT_BYTES - offset, tensor.nbytes - done)
+        yield number, offset, memory[done : done + length]
+        done += length
 
 
 def _typed_view(memory: torch.Tensor, chunk: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from farprop.distributed.native.framing import HEARTBEAT, FrameKind, FrameReader, pack
-from farprop.distributed.native.group_state import GroupState
+from farprop.distributed.native.group_state import PATIENCE, CollectiveCall, GroupState
 from farprop.distributed.native.matching import MessageMatcher, PostedRecv
 from farprop.errors import CollectiveError, CollectiveTimeoutError, ProtocolError, RankLostError, renewed
 from farprop.locks import make_lock
@@ -171,6 +171,16 @@ class Mesh:
                     self.send(peer, kind, key, text, memoryview(b""), deadline)
                 except CollectiveError as error:
                     _log.info("rank %d could not send %s to rank %d: %s", self.rank, kind.name, peer, error)
+
+    def announce(self, call: CollectiveCall) -> None:
+        """Send the fingerprint of a collective to all ranks, once; called when this rank has waited for a while.
+
+        A rank that it waits for may have called something else, and wait for us. And if the collective times out, the
+        others have to know that this rank has called it.
+        """
+        if not call.is_announced:
+            call.is_announced = True
+            self.notify_all(FrameKind.FINGERPRINT, call.fingerprint, PATIENCE, call.number)
 
     # Receiving
 

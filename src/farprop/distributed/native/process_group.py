@@ -74,7 +74,9 @@ class NativeProcessGroup(ProcessGroup):
         local = None
         if memory is not None:
             host = next(host for host in hosts if rank in host)
-            self._arena = ShmArena(host, host.index(rank), memory, connections.wakeup_fds, self._mesh.state)
+            on_long_wait = self._mesh.announce if len(hosts) > 1 else None
+            wakeup_fds = connections.wakeup_fds
+            self._arena = ShmArena(host, host.index(rank), memory, wakeup_fds, self._mesh.state, on_long_wait)
             local = IntraNode(self._arena)
         algorithms: Algorithms = local if local and len(hosts) == 1 else Hierarchical(self._mesh, hosts, local)
         self._ops = CollectiveOps(algorithms, rank, size)

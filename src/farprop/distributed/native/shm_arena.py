@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from farprop.distributed.native.group_state import CollectiveCall, GroupState
+from farprop.distributed.native.group_state import PATIENCE, CollectiveCall, GroupState
 from farprop.locks import make_lock
 from farprop.transport.shared_memory import SharedMapping
 
@@ -61,6 +61,7 @@ class ShmArena:
         memory: of ``arena_bytes(len(ranks))`` bytes, all zeros at first.
         wakeup_fds: an eventfd for each of the ranks.
         state: of the group.
+        on_long_wait: called when this rank has waited for others for a while; None if the group has no other hosts.
     """
 
     def __init__(
@@ -70,11 +71,13 @@ class ShmArena:
         memory: SharedMapping,
         wakeup_fds: Sequence[int],
         state: GroupState,
+        on_long_wait: Callable[[CollectiveCall], None] | None = None,
     ) -> None:
         self.ranks = list(ranks)
         self.local_rank = local_rank
         self.size = count = len(ranks)
         self._state = state
+        self._on_long_wait = on_long_wait
         self._wakeup_fds = list(wakeup_fds)
         whole = memoryview(memory.root()).cast("B")
         stride = _CACHE_LINE // 8
@@ -185,6 +188,7 @@ class ShmArena:
 
     def _sleep(self, call: CollectiveCall) -> None:
         fd = self._wakeup_fds[self.local_rank]
+        announcement = time.monotonic() + PATIENCE
         self._asleep[self.local_rank] = 1
         try:
             with self._fence:
@@ -193,7 +197,13 @@ class ShmArena:
                 # A rank that has withdrawn reports its failure itself. A timeout is due to those that have not come.
                 late = [rank for rank in self._others if _WITHDRAWN < self._done[rank] < self._steps]
                 self._state.check_wait([self.ranks[rank] for rank in late or self._others], call)
-                self._poll.poll(max(1.0, (call.deadline - time.monotonic()) * 1000))
+                until = call.deadline
+                if self._on_long_wait is not None and not call.is_announced:
+                    if time.monotonic() >= announcement:
+                        self._on_long_wait(call)
+                    else:
+                        until = min(until, announcement)
+                self._poll.poll(max(1.0, (until - time.monotonic()) * 1000))
                 try:
                     os.eventfd_read(fd)
                 except BlockingIOError:
