@@ -10,12 +10,13 @@ from farprop.distributed.native.shm_arena import SLOT_BYTES
 from tests.groups import test_collectives as every_group
 from tests.groups import test_torch_on_groups as torch_on_groups
 from tests.groups.kinds import default_group
-from tests.groups.native.layouts import environment
+from tests.groups.native.layouts import SEVERAL_HOSTS, environment
 from tests.support.workers import run_workers
 
 JOBS = [("one", 1), ("one", 2), ("one", 3), ("one", 4), ("tcp", 2), ("tcp", 3), ("tcp", 4), ("two", 3), ("two", 4)]
+JOBS += [(layout, 4) for layout in SEVERAL_HOSTS]
 JOB = pytest.mark.parametrize(("layout", "size"), JOBS)
-SOME = pytest.mark.parametrize(("layout", "size"), [("one", 3), ("tcp", 3), ("two", 4)])
+SOME = pytest.mark.parametrize(("layout", "size"), [("one", 3), ("tcp", 3), ("two", 4), ("3+1", 4), ("1+1+2", 4)])
 
 
 @JOB
@@ -123,7 +124,9 @@ def large(rank: int, size: int) -> None:
         assert all(output.equal(source + rank) for output, source in zip(outputs, everybody, strict=True))
 
 
-@pytest.mark.parametrize(("layout", "size"), [("one", 2), ("one", 3), ("two", 3)])
+@pytest.mark.parametrize(
+    ("layout", "size"), [("one", 2), ("one", 3), ("two", 3), *((layout, 4) for layout in SEVERAL_HOSTS)]
+)
 def test_large(layout, size):
     run_workers(large, size, (size,), environment(layout, size))
 

@@ -7,6 +7,7 @@ import re
 import secrets
 import signal
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -66,7 +67,8 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize(
-    ("layout", "what"), [*(("one", what) for what in EXPECTED), ("tcp", "shape"), ("tcp", "order"), ("two", "root")]
+    ("layout", "what"),
+    [*(("one", what) for what in EXPECTED), ("tcp", "shape"), ("tcp", "order"), ("two", "root"), ("2+1", "dtype")],
 )
 def test_both_calls_of_a_mismatch_are_named(layout, what):
     for text in run_workers(mismatch, 3, (3, what), environment(layout, 3)):
@@ -138,6 +140,40 @@ def test_a_rank_that_does_not_join_a_collective_is_named(layout):
     assert "gave up" in second
 
 
+KINDS: dict[str, Callable[[torch.Tensor], object]] = {
+    "all_reduce": lambda x: dist.all_reduce(x),
+    "all_gather": lambda x: dist.all_gather([torch.empty_like(x) for _ in range(4)], x),
+    "reduce_scatter": lambda x: dist.reduce_scatter(x, [x.clone() for _ in range(4)]),
+    "all_to_all": lambda x: dist.all_to_all([torch.empty_like(x) for _ in range(4)], [x.clone() for _ in range(4)]),
+}
+
+
+def call_all_but_one(rank: int, size: int, kind: str, count: int, missing: int) -> str:
+    store = job_store(rank, size)
+    dist.init_process_group("farprop", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=2))
+    dist.barrier()
+    if rank == missing:
+        store.wait([f"gave up/{other}" for other in range(size) if other != missing])
+    error = error_of(KINDS[kind], torch.ones(count))
+    store.set(f"gave up/{rank}", "")
+    store.wait([f"gave up/{other}" for other in range(size)])
+    dist.destroy_process_group()
+    store.set(f"left/{rank}", "")
+    if rank == 0:
+        store.wait([f"left/{other}" for other in range(size)])
+    return str(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "missing"), [(kind, 3, 2) for kind in KINDS] + [(kind, 100_000, 3) for kind in KINDS]
+)
+def test_only_the_missing_rank_is_named_if_ranks_of_several_hosts_wait(kind, count, missing):
+    """Also those that wait in the shared memory of another host are not named."""
+    texts = run_workers(call_all_but_one, 4, (4, kind, count, missing), environment("2+2", 4))
+    for rank, text in enumerate(texts):
+        assert rank == missing or f"it waited for rank {missing}." in text, texts
+
+
 def collective_after_a_rank_left(rank: int, size: int) -> None:
     store = job_store(rank, size)
     dist.init_process_group("farprop", store=store, rank=rank, world_size=size)
@@ -197,6 +233,38 @@ def test_all_to_all_with_mismatched_sizes_fails():
     assert first == "Rank 1 sends 2 elements to rank 0, which expects 3."
     assert "failed on rank 0" in second
     assert first in second
+
+
+def mismatched_hosts(rank: int, size: int, sent: list[list[int]], expected: list[list[int]]) -> str:
+    with default_group("farprop", rank, size):
+        outputs = [torch.zeros(count) for count in expected[rank]]
+        with pytest.raises((CollectiveError, UsageError)) as caught:
+            dist.all_to_all(outputs, [torch.ones(count) for count in sent[rank]])
+            dist.barrier()  # some ranks get what they expect, and find out here
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("scale", [1, 50_000])
+def test_all_to_all_with_mismatched_sizes_of_several_hosts_fails(scale):
+    """Rank 0 expects one more from rank 2, and one less from rank 3: the total of their host is right."""
+    sent = [[scale * 4] * 4 for _ in range(4)]
+    expected = [[scale * 4] * 4 for _ in range(4)]
+    expected[0][2] += 1
+    expected[0][3] -= 1
+    texts = run_workers(mismatched_hosts, 4, (4, sent, expected), environment("2+2", 4))
+    if scale == 1:
+        right = "Rank 2 sends 4 elements to rank 0, which expects 5."
+    else:
+        right = f"Rank 2 sends {scale * 16} bytes where {scale * 16 + 4} are received."
+    assert all(right in text for text in texts), texts
+
+
+def test_all_to_all_with_a_mismatched_block_of_a_host_fails():
+    sent = [[4] * 4 for _ in range(4)]
+    expected = [[4] * 4 for _ in range(4)]
+    expected[1][2] += 1
+    texts = run_workers(mismatched_hosts, 4, (4, sent, expected), environment("2+2", 4))
+    assert all("Rank 2 sends" in text and "are received" in text for text in texts), texts
 
 
 def missing_rank(rank: int, size: int) -> None:

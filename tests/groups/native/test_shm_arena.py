@@ -89,12 +89,16 @@ def _collectives(local: IntraNode, plan: list[tuple[str, int, int]]) -> list[tup
             "gather": lambda call: local.gather(call, parts if local.rank == root else [], x, root),
             "allgather": lambda call: local.allgather(call, parts, x),
             "reduce_scatter": lambda call: local.reduce_scatter(call, x, parts, total),
+            "share": lambda call: local.share(call, [[part, x[:5]] for part in parts]),
         }[name]
 
     return [(f"{name} of {count}", made(name, count, root)) for name, count, root in plan]
 
 
-NAMES = ("barrier", "allreduce", "allreduce", "reduce", "broadcast", "scatter", "gather", "allgather", "reduce_scatter")
+NAMES = (
+    "barrier", "allreduce", "allreduce", "reduce", "broadcast", "scatter", "gather", "allgather", "reduce_scatter",
+    "share",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 6])

@@ -13,6 +13,7 @@ from farprop.distributed.native.framing import FrameKind
 from farprop.distributed.native.group_state import PATIENCE, CollectiveCall
 from farprop.distributed.native.matching import PostedRecv
 from farprop.distributed.native.mesh import Mesh
+from farprop.errors import RankLostError
 
 Tensors = Sequence[torch.Tensor]
 
@@ -39,10 +40,18 @@ class HostMessages:
         self._mesh.post(PostedRecv(FrameKind.COLLECTIVE, source, self._call.number, buffer, None, arrival.on_done))
 
     def send(self, to: int, parts: Tensors) -> None:
-        """Send flat tensors of one dtype as one message; return when the system has taken all of it."""
+        """Send flat tensors of one dtype as one message; return when the system has taken all of it.
+
+        Raises:
+            CollectiveError: as ``wait``.
+        """
         call = self._call
         data = bytes_of(parts[0] if len(parts) == 1 else torch.cat(list(parts))) if parts else memoryview(b"")
-        self._mesh.send(to, FrameKind.COLLECTIVE, call.number, call.fingerprint, data, call.deadline)
+        try:
+            self._mesh.send(to, FrameKind.COLLECTIVE, call.number, call.fingerprint, data, call.deadline)
+        except RankLostError:
+            self._mesh.state.check_wait([to], call)  # raises what those raise that wait for the rank
+            raise
 
     def wait(self) -> None:
         """Wait until everything that was expected has arrived.

@@ -16,12 +16,12 @@ class HostMoves(HostCollectives):
     """Broadcast, gather, scatter and all-gather."""
 
     def broadcast(self, call: CollectiveCall, tensor: torch.Tensor, root: int) -> None:
-        """Shares go down a binomial tree of hosts. Each host broadcasts, or puts the shares together."""
+        """The ranks of the root's host send shares down a binomial tree of hosts, and each host puts them together."""
         root_host = self._host_of[root]
-        is_shared = tensor.nbytes >= SHARED_BYTES
         splits = self._even_splits(tensor, root)
-        if is_shared and self._host == root_host:
-            self._broadcast_on_host(call, tensor, root)  # the other ranks of the host send shares of it
+        # First on its own host, also if the root alone sends: a mismatch there is found before other hosts have data.
+        if self._host == root_host and self._local is not None:
+            self._local.broadcast(call, tensor, self._neighbours.index(root))
         parent, children = binomial_tree(self._host, len(self._hosts), root_host)
         messages = self._messages(call)
         own_lanes = self._own_lanes(lanes(splits))
@@ -32,15 +32,8 @@ class HostMoves(HostCollectives):
         for child in children:
             for lane in own_lanes:
                 messages.send(self._carrier(lane, child), [tensor[lane.start : lane.end]])
-        if self._host != root_host:
-            if self._local is not None:
-                self._local.share(call, [[tensor[start:end]] for start, end in splits[self._host]])
-        elif not is_shared:
-            self._broadcast_on_host(call, tensor, root)
-
-    def _broadcast_on_host(self, call: CollectiveCall, tensor: torch.Tensor, root: int) -> None:
-        if self._local is not None:
-            self._local.broadcast(call, tensor, self._neighbours.index(root))
+        if self._host != root_host and self._local is not None:
+            self._local.share(call, [[tensor[start:end]] for start, end in splits[self._host]])
 
     def gather(self, call: CollectiveCall, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> None:
         """Each host sends one block to the root, or each rank a large tensor."""
@@ -82,15 +75,15 @@ class HostMoves(HostCollectives):
                 messages.wait()
             self._local.scatter(call, output, parts, 0)
             return
-        if self._rank == root:
-            for host in self._other_hosts:
-                for carrier, ranks in self._blocks_of(output, host):
-                    messages.send(carrier, [inputs[rank] for rank in ranks])
         if self._local is not None:
             near = [inputs[rank] for rank in self._neighbours] if self._rank == root else []
             self._local.scatter(call, output, near, self._neighbours.index(root))
         else:
             output.copy_(inputs[root])
+        if self._rank == root:
+            for host in self._other_hosts:
+                for carrier, ranks in self._blocks_of(output, host):
+                    messages.send(carrier, [inputs[rank] for rank in ranks])
 
     def _is_shared(self, tensor: torch.Tensor, host: int) -> bool:
         """Whether each rank of a host carries its own tensor, of this size, between the root and the host."""
