@@ -50,6 +50,15 @@ class HostCollectives:
                 splits.append(single_split(tensor.numel(), len(ranks), ranks.index(root) if root in ranks else 0))
         return splits
 
+    def _put_together(self, call: CollectiveCall, tensor: torch.Tensor, split: Split) -> None:
+        """Give all ranks of this host the shares of a tensor that its carriers have."""
+        if self._local is None:
+            return
+        if tensor.nbytes < SHARED_BYTES:
+            self._local.broadcast(call, tensor, 0)
+        else:
+            self._local.share(call, [[tensor[start:end]] for start, end in split])
+
     def _carrier(self, lane: Lane, host: int) -> int:
         """The rank that carries a lane; the lane's carriers are those of all hosts."""
         return self._hosts[host][lane.carriers[host]]

@@ -32,8 +32,8 @@ class HostMoves(HostCollectives):
         for child in children:
             for lane in own_lanes:
                 messages.send(self._carrier(lane, child), [tensor[lane.start : lane.end]])
-        if self._host != root_host and self._local is not None:
-            self._local.share(call, [[tensor[start:end]] for start, end in splits[self._host]])
+        if self._host != root_host:
+            self._put_together(call, tensor, splits[self._host])
 
     def gather(self, call: CollectiveCall, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> None:
         """Each host sends one block to the root, or each rank a large tensor."""

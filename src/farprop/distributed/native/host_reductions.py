@@ -32,11 +32,12 @@ class HostReductions(HostCollectives):
         """Each carrier reduces its share on its host, then with those of other hosts. Then all get all shares."""
         first_stage, second_stage = reduction.in_two_stages()
         splits = self._even_splits(tensor)
-        shares = [tensor[start:end] for start, end in splits[self._host]]
-        self._reduce_on_host(call, shares, first_stage)
+        if self._local is not None and tensor.nbytes < SHARED_BYTES:
+            self._local.reduce(call, tensor, 0, first_stage)
+        else:
+            self._reduce_on_host(call, [tensor[start:end] for start, end in splits[self._host]], first_stage)
         self._allreduce_lanes(call, tensor, self._own_lanes(lanes(splits)), second_stage)
-        if self._local is not None:
-            self._local.share(call, [[share] for share in shares])
+        self._put_together(call, tensor, splits[self._host])
 
     def _allreduce_lanes(
         self, call: CollectiveCall, tensor: torch.Tensor, own_lanes: Sequence[Lane], second_stage: Reduction
