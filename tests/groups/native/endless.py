@@ -91,6 +91,16 @@ def once(kind: str, length: int = 3) -> Ending:
     return _ending(lambda: KINDS[kind](torch.ones(length), 0))
 
 
+def repeat(kind: str) -> Ending:
+    """Run the same collective until it fails: a root does not wait for others, and may learn of a loss later."""
+
+    def call() -> None:
+        while True:
+            KINDS[kind](torch.ones(3), 0)
+
+    return _ending(call)
+
+
 def receive(source: int) -> Ending:
     """Receive a message that never arrives."""
 
