@@ -10,6 +10,7 @@ from bench import __main__ as command
 from bench.cases import CASES
 from bench.channel import Measured, _timed
 from bench.driver import BenchError
+from bench.imports import STATEMENTS, rows
 from bench.machine import Usage
 from bench.memory import SAMPLES, is_flat
 from bench.report import comparison, floor_of, micros, render, times, to_json
@@ -200,3 +201,17 @@ def test_floor_of_a_program_is_its_work_in_one_process_and_its_round_trips() -> 
 
 def test_samples_that_measure_themselves() -> None:
     assert _timed(lambda: Measured(7.0), 3, 1.0) == [7.0, 7.0, 7.0]
+
+
+def test_imports_are_compared_by_their_medians() -> None:
+    base, ours, compat = STATEMENTS
+    samples = {
+        base: [(1_000_000.0, 900_000.0), (1_000_000.0, 900_000.0), (4_000_000.0, 900_000.0)],
+        ours: [(1_050_000.0, 945_000.0)] * 3,
+        compat: [(1_200_000.0, 1_000_000.0)] * 3,
+    }
+    assert rows(samples) == [
+        [base, "1,000", "4,000", "900", "1.000", "1.000", "", ""],
+        [ours, "1,050", "1,050", "945", "1.050", "1.050", "1.10", "yes"],
+        [compat, "1,200", "1,200", "1,000", "1.200", "1.111", "1.15", "no"],
+    ]
