@@ -81,8 +81,24 @@ class Reduction:
         if self._factor is not None:
             tensor.mul_(self._factor)
 
+    def copy_prescaled(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy and prescale in one pass over the memory."""
+        if self._factor is None:
+            out.copy_(source)
+        else:
+            torch.mul(source, self._factor, out=out)
+
     def accumulate(self, total: torch.Tensor, other: torch.Tensor) -> None:
         self._in_place(total, other)
+
+    def accumulate_prescaled(self, total: torch.Tensor, other: torch.Tensor) -> None:
+        """Prescale and accumulate, in one pass over the memory if the factor is a number. May overwrite ``other``."""
+        if self._factor is None:
+            self._in_place(total, other)
+        elif isinstance(self._factor, torch.Tensor):
+            self._in_place(total, other.mul_(self._factor))
+        else:
+            total.add_(other, alpha=self._factor)  # there is a factor for sums only
 
     def postscale(self, total: torch.Tensor) -> None:
         if self._divisor is None:

@@ -23,6 +23,7 @@ from farprop.distributed.arguments import (
 )
 from farprop.distributed.composed_collectives import sparse_allreduce
 from farprop.distributed.native.group_state import CollectiveCall
+from farprop.distributed.native.intra_node import IntraNode
 from farprop.distributed.reduction import Reduction
 from farprop.errors import UsageError
 
@@ -85,6 +86,14 @@ class CollectiveOps:
             copy_back(tensor, total)
 
         return CollectiveOp(f"allreduce of {describe(tensor)} with {reduction.kind.name}", run)
+
+    def allreduce_together(self, tensors: Tensors, reduction: Reduction, algorithms: IntraNode) -> CollectiveOp:
+        """Flat, contiguous tensors of one dtype, reduced in place as if they were one."""
+        sizes = [tensor.numel() for tensor in tensors]
+        return CollectiveOp(
+            f"allreduce of {dtype_name(tensors[0])} tensors with {sizes} elements",
+            lambda call: algorithms.allreduce_together(call, tensors, reduction),
+        )
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> CollectiveOp:
         check_device(tensor)

@@ -53,13 +53,21 @@ class IntraNode:
         self._arena.barrier(call)
 
     def allreduce(self, call: CollectiveCall, tensor: torch.Tensor, reduction: Reduction) -> None:
-        bytes_a_rank = tensor.nbytes // self.size // 64 * 64
-        if bytes_a_rank >= _CHAIN_BYTES:
-            self._chain(call, _chunks(tensor, min(bytes_a_rank, SLOT_BYTES)), reduction)
-        elif tensor.nbytes <= _ONE_SHOT_BYTES or self.size == 2:
-            self._one_shot(call, _chunks(tensor, SLOT_BYTES), reduction, is_reader=True)
+        self.allreduce_together(call, [tensor], reduction)
+
+    def allreduce_together(self, call: CollectiveCall, tensors: Sequence[torch.Tensor], reduction: Reduction) -> None:
+        """Reduce tensors as if they were one. The chunks are cut within each."""
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        bytes_a_rank = nbytes // self.size // 64 * 64
+        is_chain = bytes_a_rank >= _CHAIN_BYTES
+        block = min(bytes_a_rank, SLOT_BYTES) if is_chain else SLOT_BYTES
+        chunks = [chunk for tensor in tensors for chunk in _chunks(tensor, block)]
+        if is_chain:
+            self._chain(call, chunks, reduction)
+        elif nbytes <= _ONE_SHOT_BYTES or self.size == 2:
+            self._one_shot(call, chunks, reduction, is_reader=True)
         else:
-            self._reduce_scatter_allgather(call, _chunks(tensor, SLOT_BYTES), reduction)
+            self._reduce_scatter_allgather(call, chunks, reduction)
 
     def reduce(self, call: CollectiveCall, tensor: torch.Tensor, root: int, reduction: Reduction) -> None:
         self._one_shot(call, _chunks(tensor, SLOT_BYTES), reduction, is_reader=self.rank == root)
@@ -70,9 +78,7 @@ class IntraNode:
         """Each rank writes its chunk, and each reader reduces all of them by itself."""
 
         def write(number: int, slots: list[torch.Tensor]) -> None:
-            own = self._slot_view(slots[self.rank], chunks[number])
-            own.copy_(chunks[number])
-            reduction.prescale(own)
+            reduction.copy_prescaled(chunks[number], self._slot_view(slots[self.rank], chunks[number]))
 
         def read(number: int, slots: list[torch.Tensor]) -> None:
             if is_reader:
@@ -126,11 +132,10 @@ class IntraNode:
 
         def add(number: int, slots: list[torch.Tensor]) -> None:
             chunk, total = chunks[number], slot_of(number, slots)
-            reduction.prescale(chunk)
             if self.rank == 0:
-                total.copy_(chunk)
+                reduction.copy_prescaled(chunk, total)
             else:
-                reduction.accumulate(total, chunk)
+                reduction.accumulate_prescaled(total, chunk)
             if self.rank == self.size - 1:
                 reduction.postscale(total)
 

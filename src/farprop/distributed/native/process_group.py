@@ -78,7 +78,8 @@ class NativeProcessGroup(ProcessGroup):
             wakeup_fds = connections.wakeup_fds
             self._arena = ShmArena(host, host.index(rank), memory, wakeup_fds, self._mesh.state, on_long_wait)
             local = IntraNode(self._arena)
-        algorithms: Algorithms = local if local and len(hosts) == 1 else Hierarchical(self._mesh, hosts, local)
+        self._intra_node = local if len(hosts) == 1 else None
+        algorithms: Algorithms = self._intra_node or Hierarchical(self._mesh, hosts, local)
         self._ops = CollectiveOps(algorithms, rank, size)
         self._queue = CollectiveQueue(f"farprop-collectives-rank{rank}")
         self._reductions: dict[ReduceKind, Reduction] = {}
@@ -134,6 +135,32 @@ class NativeProcessGroup(ProcessGroup):
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         return self.allreduce(tensors, opts)
+
+    @property
+    def is_in_shared_memory(self) -> bool:
+        """Whether all ranks share memory. Then :meth:`sum_scaled` can be used."""
+        return self._intra_node is not None
+
+    @property
+    def has_spare_processors(self) -> bool:
+        """Whether each rank of this host has a processor for collectives beside the one that it computes on."""
+        return self._intra_node is None or len(os.sched_getaffinity(0)) >= 2 * self._intra_node.size
+
+    def sum_scaled(self, tensors: Tensors, factor: float | None, is_awaited: bool) -> Work:
+        """Multiply tensors by a factor, and sum them across the ranks, as one collective and in place.
+
+        Args:
+            tensors: flat and contiguous, of one dtype, on the CPU.
+            factor: None for 1.
+            is_awaited: whether the caller waits for it at once, so that it may run in this thread.
+        """
+        assert self._intra_node is not None
+        reduction = Reduction(dist.ReduceOp.SUM, factor=factor)
+        reduction.check_dtype(tensors[0].dtype)
+        opts = dist.AllreduceOptions()
+        opts.asyncOp = not is_awaited
+        op = self._ops.allreduce_together(tensors, reduction, self._intra_node)
+        return self._start("all_reduce", tensors, opts, [op], tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
         tensors = as_list(tensors)

@@ -6,19 +6,19 @@ its bucket, reduced there, and put back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-from torch.futures import Future
 
-from farprop._torch import foreach_copy, foreach_multiply, internal_overlap
-from farprop.distributed.interop import result_of, tensor_of
+from farprop._torch import foreach_copy, foreach_multiply, internal_overlap, post_accumulate_hooks
 from farprop.errors import ReductionError, UsageError
 from farprop.protocol.ddp_buckets import BucketIndices
 from farprop.runtime.autograd.engine import LocalPass
 
 _LARGE = 1 << 14  # elements; above it one pass over the memory saves more than one batched call
+# Bytes. Each lent gradient is reduced in chunks of its own, which costs more than a copy of a smaller one.
+_LENDABLE = 1 << 19
 
 
 class GradStorage(Protocol):
@@ -50,10 +50,16 @@ class GradAttribute:
                 if leaf.grad is not gradient:
                     leaf.grad = gradient
             return
-        for leaf in leaves:
+        targets, sources = [], []
+        for leaf, gradient in zip(leaves, reduced, strict=True):
+            if leaf.grad is gradient:  # it was lent
+                continue
             if leaf.grad is None:
                 leaf.grad = torch.empty_like(leaf)
-        foreach_copy([leaf.grad for leaf in leaves if leaf.grad is not None], list(reduced))
+            targets.append(leaf.grad)
+            sources.append(gradient)
+        if targets:
+            foreach_copy(targets, sources)
 
 
 class ContextGradients:
@@ -70,6 +76,10 @@ class ContextGradients:
             self._pass.replace(leaf, gradient.clone())
 
 
+EndReduction = Callable[[], torch.Tensor | None]
+"""Waits until a bucket is reduced, and returns the reduced tensor; None if its memory was reduced in place."""
+
+
 class FlatBuffer:
     """The memory of one bucket. A sparse gradient has a bucket of its own, whose buffer is the gradient itself."""
 
@@ -78,7 +88,7 @@ class FlatBuffer:
         self.is_sparse = is_sparse
         self.views: list[torch.Tensor] = []  # of each parameter's gradient in the flat tensor
         self.to_copy: list[tuple[torch.Tensor, torch.Tensor]] = []  # views, and gradients to copy there
-        self.future: Future[list[torch.Tensor] | torch.Tensor] | None = None
+        self.end_reduction: EndReduction | None = None
         if is_sparse:
             self.flat = _empty_sparse(self.parameters[0])
             return
@@ -95,10 +105,12 @@ class FlatBuffer:
         Raises:
             ReductionError: its reduction was not launched.
         """
-        future, self.future = self.future, None
-        if future is None:
+        end_reduction, self.end_reduction = self.end_reduction, None
+        if end_reduction is None:
             raise ReductionError("A bucket was to be waited for whose reduction was not launched.")
-        reduced = tensor_of(result_of(future))
+        reduced = end_reduction()
+        if reduced is None:
+            return
         if self.is_sparse:
             self.flat = reduced
         elif reduced.data_ptr() != self.flat.data_ptr() or reduced.dtype != self.flat.dtype:
@@ -171,6 +183,7 @@ class BucketBuffers:
         self._buffer_of: dict[int, FlatBuffer] = {}
         self.large = {index for index, leaf in enumerate(parameters) if leaf.numel() > _LARGE}
         self._copied: set[int] = set()  # parameters whose gradients were added in this iteration
+        self._lent: dict[int, torch.Tensor] = {}  # gradients that are reduced where they are, in this iteration
         self.views: dict[int, torch.Tensor] = {}
         for buffer, members in zip(self.buffers, buckets, strict=True):
             self._buffer_of.update(dict.fromkeys(members, buffer))
@@ -193,10 +206,62 @@ class BucketBuffers:
         elif gradient is view:
             if scale is not None:
                 view.mul_(scale)
-        elif scale is not None and index in self.large and gradient.dtype == view.dtype:
-            torch.mul(gradient, scale, out=view)
+        elif index in self.large and gradient.dtype == view.dtype:
+            if scale is None:
+                view.copy_(gradient)
+            else:
+                torch.mul(gradient, scale, out=view)
         else:
             self._buffer_of[index].to_copy.append((view, gradient))
+
+    def lend(self, index: int) -> bool:
+        """Have the gradient in ``.grad`` reduced where it is, if nobody else looks at it before that is done.
+
+        Returns:
+            Whether it is. Otherwise it has to be added.
+        """
+        leaf, view = self._parameters[index], self.views.get(index)
+        gradient = leaf.grad
+        if (
+            view is None
+            or type(gradient) is not torch.Tensor
+            or gradient.layout != torch.strided
+            or (gradient.dtype, gradient.stride()) != (view.dtype, view.stride())
+            or gradient.requires_grad  # it has a graph
+            or view.nbytes < _LENDABLE
+            # One is the reducer's own. Others see the gradient of this rank, and what they change has no effect.
+            or len(post_accumulate_hooks(leaf) or ()) != 1
+        ):
+            return False
+        self._copied.add(index)
+        self._lent[index] = gradient
+        return True
+
+    def pieces(self, bucket: int, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The memory that is reduced in place: parts of ``flat``, or lent gradients instead of them.
+
+        The sizes of the pieces are the same on all ranks, whatever they have lent.
+        """
+        pieces = []
+        start = end = 0
+        for index in self._members[bucket]:
+            size = self._parameters[index].numel()
+            if self.views[index].nbytes >= _LENDABLE:
+                if start < end:
+                    pieces.append(flat[start:end])
+                lent = self._lent.get(index)
+                pieces.append(flat[end : end + size] if lent is None else lent.as_strided((size,), (1,)))
+                start = end + size
+            end += size
+        if start < end:
+            pieces.append(flat[start:end])
+        return pieces
+
+    def take_back(self) -> None:
+        """After an error: give parameters copies of what they lent. A reduction under way may still write to it."""
+        for index, lent in self._lent.items():
+            if self._parameters[index].grad is lent:
+                self._parameters[index].grad = lent.clone()
 
     def fill(self, bucket: int, storage: GradStorage, scale: float | None) -> None:
         """Put all gradients of a bucket that are not there yet into its buffer.
@@ -233,7 +298,8 @@ class BucketBuffers:
         """Write the reduced gradients of a bucket to ``storage``, except those of ``unused`` parameters."""
         buffer, members = self.buffers[bucket], self._members[bucket]
         self._copied.difference_update(members)
-        reduced = [buffer.flat] if buffer.is_sparse else buffer.views
+        views = [buffer.flat] if buffer.is_sparse else buffer.views
+        reduced = [self._lent.pop(index, view) for index, view in zip(members, views, strict=True)]
         used = [(self._parameters[i], tensor) for i, tensor in zip(members, reduced, strict=True) if i not in unused]
         if used:
             storage.put([leaf for leaf, _ in used], [tensor for _, tensor in used])

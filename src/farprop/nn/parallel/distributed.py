@@ -141,6 +141,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             check_same_parameters(self.process_group, names, leaves)
             self._broadcast_states(0, sync_buffers if forward_sync_buffers is None else True)
         self._limits = bucket_limits(bucket_cap_mb, sum(leaf.nbytes for _, leaf in trained))
+        self._may_delay_buckets = bucket_cap_mb is None
         self.bucket_bytes_cap = self._limits[1]  # torch.compile splits graphs by this
         self._reducer = self._new_reducer()
 
@@ -152,6 +153,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             [leaf in sparse for _, leaf in trained],
             self.process_group,
             limits=self._limits,
+            may_delay=self._may_delay_buckets,
             as_views=self.gradient_as_bucket_view,
             find_unused=self.find_unused_parameters,
             is_static=self.static_graph,

@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -17,10 +18,18 @@ from torch.utils.hooks import RemovableHandle
 
 from farprop import _torch
 from farprop._torch import queue_callback
-from farprop.distributed.interop import implementer, rank_of, result_of, wait_for
+from farprop.distributed import NativeProcessGroup
+from farprop.distributed.interop import implementer, rank_of, result_of, tensor_of, wait_for
 from farprop.errors import ReductionError, UsageError
 from farprop.locks import make_lock
-from farprop.nn.parallel.bucket_buffers import BucketBuffers, ContextGradients, GradAttribute, GradBucket, GradStorage
+from farprop.nn.parallel.bucket_buffers import (
+    BucketBuffers,
+    ContextGradients,
+    EndReduction,
+    GradAttribute,
+    GradBucket,
+    GradStorage,
+)
 from farprop.nn.parallel.unused_parameters import UsedParameters, reachable_leaves
 from farprop.protocol.ddp_buckets import BucketIndices, BucketSchedule, ParameterInfo, State, assign_buckets
 from farprop.runtime.autograd.engine import running_pass
@@ -41,6 +50,7 @@ class Reducer:
         sparse: Which of them get sparse gradients.
         group: Any process group.
         limits: Bytes of the first bucket, and of the later ones.
+        may_delay: Whether buckets may be joined and reduced at the end of the backward pass, if that is faster.
         as_views: Whether gradients are views of the bucket buffers.
         find_unused: Whether to look for parameters without a gradient after each forward pass.
         is_static: Whether to learn in the first iteration which gradients are accumulated, and how often.
@@ -54,6 +64,7 @@ class Reducer:
         group: dist.ProcessGroup,
         *,
         limits: tuple[int, int],
+        may_delay: bool,
         as_views: bool,
         find_unused: bool,
         is_static: bool,
@@ -66,6 +77,9 @@ class Reducer:
             for leaf, name, is_sparse in zip(parameters, names, sparse, strict=True)
         ]
         self._limits = limits
+        self._may_delay = may_delay
+        self._delays = False  # whether buckets are reduced at the end of the backward pass
+        self._in_place = _in_place_group(group)
         self._as_views = as_views
         self._finds_unused = find_unused and not is_static
         self._rebuilds = not self._finds_unused  # with unused parameters the order changes from pass to pass
@@ -87,7 +101,7 @@ class Reducer:
         """Reduce buckets with a communication hook from now on."""
         if self._hook is not None:
             raise UsageError("A communication hook can be registered once. Make a new DistributedDataParallel.")
-        self._hook = hook, state
+        self._hook, self._in_place = (hook, state), None
 
     def make_static(self) -> None:
         """Learn the graph in the first iteration, which must not have begun."""
@@ -146,7 +160,15 @@ class Reducer:
         if not self._rebuilds or not schedule.is_order_known:
             return
         self._rebuilds = False
-        buckets = assign_buckets(self._infos, schedule.order, *self._limits)
+        if self._in_place is not None and self._may_delay:
+            # Without a processor to run beside the backward pass, a reduction only gets in its way.
+            (self._delays,) = map(bool, self._from_rank_0([not self._in_place.has_spare_processors]))
+        limits = (sys.maxsize, sys.maxsize) if self._delays else self._limits
+        buckets = assign_buckets(self._infos, schedule.order, *limits)
+        if self._in_place is not None:
+            # Small gradients next to each other, so that they make one piece.
+            large = self._buffers.large
+            buckets = tuple(tuple(sorted(bucket, key=lambda index: index in large)) for bucket in buckets)
         # The ranks take order and sizes from rank 0.
         *order, count = self._from_rank_0([*chain(*buckets), len(buckets)])
         sizes = self._from_rank_0([len(bucket) for bucket in buckets][:count] + [0] * (count - len(buckets)))
@@ -163,11 +185,11 @@ class Reducer:
         schedule = self._schedule
         if schedule.is_learning:
             raise UsageError("With static_graph=True every rank needs an input for the first iteration.")
-        futures = [self._reduce(bucket, buffer.zeros()) for bucket, buffer in enumerate(self._buffers.buffers)]
+        ends = [self._reduce(bucket, buffer.zeros()) for bucket, buffer in enumerate(self._buffers.buffers)]
         if self._exchanges_used:
             self._used.launch(self._allreduce_group)
-        for future in futures:
-            result_of(future)
+        for end_reduction in ends:
+            end_reduction()
         self._used.wait()
         schedule.note_shadowed()
 
@@ -196,15 +218,21 @@ class Reducer:
                 launches = schedule.mark_ready(index)
                 # Small gradients are copied when their bucket is launched: this code runs for every parameter.
                 if index in self._buffers.large and schedule.is_ready(index):
-                    self._buffers.add(index, self._storage.get(leaf), self._scale)
-                    if self._as_views and self._storage is self._grad_attribute and index in self._buffers.views:
-                        # Frees the gradient's own memory. The next layer's gradient can reuse it while it is cached.
-                        leaf.grad = self._buffers.views[index]
+                    self._take_large(index, leaf)
                 if launches:
                     self._launch_and_finish(launches)
             except BaseException:
                 self._abort()
                 raise
+
+    def _take_large(self, index: int, leaf: torch.Tensor) -> None:
+        is_attribute = self._storage is self._grad_attribute
+        if self._in_place is not None and is_attribute and not self._as_views and self._buffers.lend(index):
+            return
+        self._buffers.add(index, self._storage.get(leaf), self._scale_of_copies)
+        if self._as_views and is_attribute and index in self._buffers.views:
+            # Frees the gradient's own memory. The next layer's gradient can reuse it while it is cached.
+            leaf.grad = self._buffers.views[index]
 
     def _begin(self) -> None:
         schedule = self._schedule
@@ -241,19 +269,31 @@ class Reducer:
     def _launch(self, buckets: Sequence[int], exchanges_used: bool) -> None:
         for bucket in buckets:
             buffer = self._buffers.buffers[bucket]
-            self._buffers.fill(bucket, self._storage, self._scale)
-            buffer.future = self._reduce(bucket, buffer.flat)
+            self._buffers.fill(bucket, self._storage, self._scale_of_copies)
+            buffer.end_reduction = self._reduce(bucket, buffer.flat)
         if exchanges_used and self._schedule.state is State.LAUNCHED:
             self._used.launch(self._allreduce_group)
 
-    def _reduce(self, index: int, buffer: torch.Tensor) -> Future[Any]:
+    @property
+    def _scale_of_copies(self) -> float | None:
+        """What gradients are multiplied by while they are copied. In shared memory that is left to the reduction."""
+        return self._scale if self._in_place is None else None
+
+    def _reduce(self, index: int, buffer: torch.Tensor) -> EndReduction:
         buffers = self._buffers.buffers
+        if self._in_place is not None and not buffer.is_sparse:
+            pieces = self._buffers.pieces(index, buffer)
+            if self._delays:
+                return partial(_sum_now, self._in_place, pieces, self._scale)
+            return partial(_end_sum, self._in_place.sum_scaled(pieces, self._scale, is_awaited=False))
         bucket = GradBucket(buffers[index], index, index == len(buffers) - 1, buffer)
         if self._hook is None:
             # Its gradients are already divided by the number of ranks.
-            return self._allreduce_group.allreduce([bucket.buffer()], dist.AllreduceOptions()).get_future()
-        hook, state = self._hook
-        return _checked_future(hook, hook(state, bucket))
+            future = self._allreduce_group.allreduce([bucket.buffer()], dist.AllreduceOptions()).get_future()
+        else:
+            hook, state = self._hook
+            future = _checked_future(hook, hook(state, bucket))
+        return lambda: tensor_of(result_of(future))
 
     def _finish(self) -> None:
         """Wait for each bucket, all of which are launched, and store its gradients."""
@@ -277,6 +317,7 @@ class Reducer:
         """End the iteration after an error. Collectives under way may still write to the old buffers."""
         _log.debug("Rank %d: aborts an iteration in state %s", rank_of(self.group), self._schedule.state.value)
         self._schedule.abort()
+        self._buffers.take_back()
         self._buffers = self._new_buffers()
         self._used.abort()
 
@@ -297,6 +338,20 @@ class Reducer:
 
     def _new_buffers(self) -> BucketBuffers:
         return BucketBuffers(self._parameters, self._names, self._sparse, self._schedule.buckets)
+
+
+def _in_place_group(group: dist.ProcessGroup) -> NativeProcessGroup | None:
+    """The group, if gradients can be reduced in the memory where they are."""
+    # A class that derives from it may override the collectives.
+    return group if type(group) is NativeProcessGroup and group.is_in_shared_memory else None
+
+
+def _sum_now(group: NativeProcessGroup, pieces: Sequence[torch.Tensor], scale: float | None) -> None:
+    group.sum_scaled(pieces, scale, is_awaited=True).wait()
+
+
+def _end_sum(work: dist.Work) -> None:
+    wait_for(work)
 
 
 # Parameters may live longer than the module around them, so their hooks hold a weak reference to the reducer.
