@@ -152,7 +152,8 @@ def test_goals_of_the_cases() -> None:
         "script-add": 3,
         **{f"all-reduce-4KB-{ranks}": 2 for ranks in (2, 4)},
         **{f"all-reduce-{size}-{ranks}": 3 for size in ("1MB", "25MB", "100MB") for ranks in (2, 4)},
-        "ddp": 1.3,
+        "ddp": 2,
+        "ddp-4": 1.6,
         "ddp-gloo": 1,
     }
 

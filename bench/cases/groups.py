@@ -66,7 +66,8 @@ def _ddp_step(api: Api, group: dist.ProcessGroup | None) -> Sample:
     return step
 
 
-@case("ddp", "DDP step, farprop's backend against Gloo", goal=1.3, samples=6, warmup=2, ranks=2)
+@case("ddp", "DDP step, farprop's backend against Gloo", goal=2, samples=6, warmup=2, ranks=2)
+@case("ddp-4", "DDP step, farprop's backend against Gloo, 4 ranks", goal=1.6, samples=6, warmup=2, ranks=4)
 def ddp(api: Api, _: str) -> Sample:
     return _ddp_step(api, api.group)
 

@@ -91,14 +91,20 @@ class Reduction:
     def accumulate(self, total: torch.Tensor, other: torch.Tensor) -> None:
         self._in_place(total, other)
 
-    def accumulate_prescaled(self, total: torch.Tensor, other: torch.Tensor) -> None:
-        """Prescale and accumulate, in one pass over the memory if the factor is a number. May overwrite ``other``."""
+    def accumulate_prescaled(self, total: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
+        """Prescale ``other`` and accumulate, in one pass over the memory if the factor is a number.
+
+        Args:
+            total: what was accumulated so far.
+            other: may be overwritten.
+            out: where the total goes: one of the two.
+        """
         if self._factor is None:
-            self._in_place(total, other)
+            self._out_of_place(total, other, out=out)
         elif isinstance(self._factor, torch.Tensor):
-            self._in_place(total, other.mul_(self._factor))
+            self._out_of_place(total, other.mul_(self._factor), out=out)
         else:
-            total.add_(other, alpha=self._factor)  # there is a factor for sums only
+            torch.add(total, other, alpha=self._factor, out=out)  # there is a factor for sums only
 
     def postscale(self, total: torch.Tensor) -> None:
         if self._divisor is None:

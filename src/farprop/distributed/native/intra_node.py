@@ -126,6 +126,8 @@ class IntraNode:
         into at least as many chunks.
         """
 
+        last = self.size - 1
+
         def slot_of(number: int, slots: list[torch.Tensor]) -> torch.Tensor:
             # The chunk that was there before has been read by all ranks by then.
             return self._slot_view(slots[number // SLOTS % self.size], chunks[number])
@@ -134,13 +136,17 @@ class IntraNode:
             chunk, total = chunks[number], slot_of(number, slots)
             if self.rank == 0:
                 reduction.copy_prescaled(chunk, total)
+            elif self.rank < last:
+                reduction.accumulate_prescaled(total, chunk, out=total)
             else:
-                reduction.accumulate_prescaled(total, chunk)
-            if self.rank == self.size - 1:
-                reduction.postscale(total)
+                # The last rank has the total first. It doesn't wait a step to read it, while both are in its cache.
+                reduction.accumulate_prescaled(total, chunk, out=chunk)
+                reduction.postscale(chunk)
+                total.copy_(chunk)
 
         def read(number: int, slots: list[torch.Tensor]) -> None:
-            chunks[number].copy_(slot_of(number, slots))
+            if self.rank < last:
+                chunks[number].copy_(slot_of(number, slots))
 
         others_turns: list[Stage | None] = [None] * (self.size - 1)
         self._arena.run(call, len(chunks), *others_turns[: self.rank], add, *others_turns[self.rank :], read)

@@ -229,7 +229,7 @@ class Reducer:
         is_attribute = self._storage is self._grad_attribute
         if self._in_place is not None and is_attribute and not self._as_views and self._buffers.lend(index):
             return
-        self._buffers.add(index, self._storage.get(leaf), self._scale_of_copies)
+        self._buffers.add(index, self._storage.get(leaf), self._scale_of_copy(index))
         if self._as_views and is_attribute and index in self._buffers.views:
             # Frees the gradient's own memory. The next layer's gradient can reuse it while it is cached.
             leaf.grad = self._buffers.views[index]
@@ -269,15 +269,14 @@ class Reducer:
     def _launch(self, buckets: Sequence[int], exchanges_used: bool) -> None:
         for bucket in buckets:
             buffer = self._buffers.buffers[bucket]
-            self._buffers.fill(bucket, self._storage, self._scale_of_copies)
+            self._buffers.fill(bucket, self._storage, self._scale_of_copy(self._schedule.buckets[bucket][0]))
             buffer.end_reduction = self._reduce(bucket, buffer.flat)
         if exchanges_used and self._schedule.state is State.LAUNCHED:
             self._used.launch(self._allreduce_group)
 
-    @property
-    def _scale_of_copies(self) -> float | None:
-        """What gradients are multiplied by while they are copied. In shared memory that is left to the reduction."""
-        return self._scale if self._in_place is None else None
+    def _scale_of_copy(self, index: int) -> float | None:
+        """What a gradient is multiplied by while it is copied. A reduction in place does that by itself."""
+        return self._scale if self._in_place is None or self._sparse[index] else None
 
     def _reduce(self, index: int, buffer: torch.Tensor) -> EndReduction:
         buffers = self._buffers.buffers
