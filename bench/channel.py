@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 Sample = Callable[[], object]
@@ -20,6 +21,18 @@ Sample = Callable[[], object]
 
 class Measured(float):
     """What a sample that measures itself returns: its time in µs."""
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A sample with a part before it that is not timed, such as a barrier."""
+
+    before: Callable[[], object]
+    run: Callable[[], object]
+
+    def __call__(self) -> None:
+        self.before()
+        self.run()
 
 
 def serve(prepare: Callable[[str], Sample], reply_fd: int) -> None:
@@ -62,7 +75,12 @@ def _timed(sample: Sample, count: int, seconds: float) -> list[float]:
     clock = time.perf_counter
     end = clock() + seconds
     taken: list[float] = []
+    before = None
+    if isinstance(sample, Staged):
+        before, sample = sample.before, sample.run
     while len(taken) < count:
+        if before is not None:
+            before()
         start = clock()
         result = sample()
         now = clock()

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,12 +44,13 @@ class Child:
         env: Mapping[str, str] | None = None,
         python: str = sys.executable,
         patience: float = 180,
+        prefix: Sequence[str] = (),
     ) -> None:
         inherited = {key: value for key, value in os.environ.items() if key != "FARPROP_TRANSPORT"}
         self.name = " ".join([module, *args])
         self.patience = patience
         self.process = subprocess.Popen(
-            [python, "-m", module, *args],
+            [*prefix, python, "-m", module, *args],
             cwd=ROOT,
             env={**inherited, **BASE_ENV, **(env or {})},
             stdin=subprocess.PIPE,
@@ -122,18 +124,48 @@ class Child:
         return answer
 
 
+def _answer_or_error(child: Child) -> dict[str, Any] | BenchError:
+    """The answer is read from every child, also if one of them failed: else the next question would get it."""
+    try:
+        return child.receive(child.patience)
+    except BenchError as error:
+        return error
+
+
 def _times(answer: dict[str, Any]) -> list[float]:
     return [float(sample) for sample in answer["us"]]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where the processes of a side run, and the module of the cases that they know."""
+
+    cases: str = "bench.cases"
+    address: str = "127.0.0.1"
+    """Where rank 0 is found."""
+    prefixes: Sequence[Sequence[str]] | None = None
+    """For each rank, the words before its command, such as those that enter a network namespace."""
+
+    def children(self, module: str, package: str, size: int, env: Mapping[str, str]) -> list[Child]:
+        port = str(free_port())
+        return [
+            Child(
+                *(module, package, str(rank), str(size), self.address, port, self.cases),
+                env=env,
+                prefix=self.prefixes[rank] if self.prefixes else (),
+            )
+            for rank in range(size)
+        ]
+
+
+HERE = Site()
 
 
 class Workers:
     """The workers of one rpc package: w0 measures and calls the others."""
 
-    def __init__(self, package: str, env: Mapping[str, str], count: int = 2) -> None:
-        port = str(free_port())
-        self.children = [
-            Child("bench.rpc_side", package, str(rank), port, str(count), env=env) for rank in range(count)
-        ]
+    def __init__(self, package: str, env: Mapping[str, str], count: int = 2, site: Site = HERE) -> None:
+        self.children = site.children("bench.rpc_side", package, count, env)
         self.measure = self.children[0].measure
         self.repeat = self.children[0].repeat
 
@@ -141,17 +173,29 @@ class Workers:
 class Ranks:
     """The ranks of one process group."""
 
-    def __init__(self, package: str, size: int) -> None:
-        port = str(free_port())
-        self.children = [Child("bench.group_side", package, str(rank), str(size), port) for rank in range(size)]
+    def __init__(
+        self,
+        package: str,
+        size: int,
+        env: Mapping[str, str] | None = None,
+        site: Site = HERE,
+    ) -> None:
+        self.children = site.children("bench.group_side", package, size, env or {})
 
     def measure(self, case: str, samples: int, warmup: int, seconds: float) -> list[float]:
         """Measure a round; return rank 0's times. All ranks take the same number of samples, so none may stop early."""
         del seconds
+        return self.measure_all(case, samples, warmup)[0]
+
+    def measure_all(self, case: str, samples: int, warmup: int) -> list[list[float]]:
+        """Measure a round; return the times of each rank."""
         for child in self.children:
             child.send({"case": case, "samples": samples, "warmup": warmup, "seconds": math.inf})
-        first, *_ = [_times(child.receive(child.patience)) for child in self.children]
-        return first
+        answers = [_answer_or_error(child) for child in self.children]
+        for answer in answers:
+            if isinstance(answer, BenchError):
+                raise answer
+        return [_times(answer) for answer in answers if not isinstance(answer, BenchError)]
 
 
 class Dormant:

@@ -28,22 +28,31 @@ _SECONDS = struct.Struct("d")
 
 
 def ping(kind: str) -> Sample:
-    end = _connected(kind)
-    message = bytes(SIZE)
+    return ping_on(_connected(kind), SIZE, kind == GAPS)
+
+
+def ping_on(ends: tuple[socket.socket, socket.socket], size: int, with_gaps: bool = False) -> Sample:
+    """Give the second end to a process that answers `size` bytes with as many, and send them on the first."""
+    end, theirs = ends
+    with theirs:
+        # it ends when our end is closed
+        command = [sys.executable, "-m", "bench.floor_side", str(theirs.fileno()), str(size)]
+        subprocess.Popen(command, pass_fds=[theirs.fileno()])
+    message = bytes(size)
 
     def call(seconds: float) -> None:
-        end.sendall(_SECONDS.pack(seconds).ljust(SIZE, b"x"))
-        end.recv(SIZE, socket.MSG_WAITALL)
+        end.sendall(_SECONDS.pack(seconds).ljust(size, b"x"))
+        end.recv(size, socket.MSG_WAITALL)
 
     def sample() -> None:
         end.sendall(message)
-        end.recv(SIZE, socket.MSG_WAITALL)
+        end.recv(size, socket.MSG_WAITALL)
 
-    return sample_of(call, burn) if kind == GAPS else sample
+    return sample_of(call, burn) if with_gaps else sample
 
 
-def pong(end: socket.socket) -> None:
-    while message := end.recv(SIZE, socket.MSG_WAITALL):
+def pong(end: socket.socket, size: int) -> None:
+    while message := end.recv(size, socket.MSG_WAITALL):
         (seconds,) = _SECONDS.unpack_from(message)
         if seconds:
             burn(seconds)
@@ -57,27 +66,27 @@ def burn(seconds: float) -> None:
         pass
 
 
-def _connected(kind: str) -> socket.socket:
-    """Start the process that answers; return our end of the connection to it."""
+def connect(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
+    """A TCP connection to the listener: both ends."""
+    ours = socket.create_connection(listener.getsockname())
+    theirs, _ = listener.accept()
+    for end in (ours, theirs):
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return ours, theirs
+
+
+def _connected(kind: str) -> tuple[socket.socket, socket.socket]:
     if kind != "tcp":
-        ours, theirs = socket.socketpair()
-    else:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            ours = socket.create_connection(listener.getsockname())
-            theirs, _ = listener.accept()
-        for end in (ours, theirs):
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    with theirs:
-        # it ends when our end is closed
-        subprocess.Popen([sys.executable, "-m", "bench.floor_side", str(theirs.fileno())], pass_fds=[theirs.fileno()])
-    return ours
+        return socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return connect(listener)
 
 
 def main() -> None:
     if len(sys.argv) > 1:
         os.close(0)  # the commands are for the driver
         with socket.socket(fileno=int(sys.argv[1])) as end:
-            pong(end)
+            pong(end, int(sys.argv[2]))
     else:
         serve(ping, take_stdout())
 

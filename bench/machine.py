@@ -125,6 +125,20 @@ def usage(pid: int) -> Usage:
     )
 
 
+def own_kib(pid: int) -> int:
+    """Memory of a process that is no file's. What it shares with others, also after a fork, is divided among them."""
+    kib = 0
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name in ("Pss_Anon", "Pss_Shmem"):
+            kib += int(value.split()[0])
+    return kib
+
+
+def threads(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
 def activity(pid: int) -> Activity:
     proc = Path(f"/proc/{pid}")
     # fields 14 and 15 (utime, stime), counted after the name, which may hold spaces

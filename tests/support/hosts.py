@@ -31,25 +31,25 @@ class Hosts:
 
     def __init__(self, count: int) -> None:
         prefix = f"farprop-tests-{os.getpid()}-{next(_numbers)}"
-        self._names = [f"{prefix}-host{host}" for host in range(count)]
-        self._switch = f"{prefix}-switch"
+        self.names = [f"{prefix}-host{host}" for host in range(count)]
+        self.switch = f"{prefix}-switch"
 
     def __enter__(self) -> Hosts:
         if shutil.which("ip") is None:
             raise NotAllowedError("there is no `ip` here (Debian: iproute2)")
         try:
             try:
-                _ip("netns", "add", self._switch)
-                _ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
+                _ip("netns", "add", self.switch)
+                _ip("-n", self.switch, "link", "add", "switch", "type", "bridge")
             except subprocess.CalledProcessError as error:
                 raise NotAllowedError(f"hosts can't be made here: {error.stderr.strip()}") from error
-            _ip("-n", self._switch, "link", "set", "switch", "up")
-            for host, name in enumerate(self._names):
+            _ip("-n", self.switch, "link", "set", "switch", "up")
+            for host, name in enumerate(self.names):
                 _ip("netns", "add", name)
-                ends = ["eth0", "netns", name, "type", "veth", "peer", f"port{host}", "netns", self._switch]
+                ends = ["eth0", "netns", name, "type", "veth", "peer", f"port{host}", "netns", self.switch]
                 _ip("link", "add", *ends)
                 _ip("-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
-                _ip("-n", self._switch, "link", "set", f"port{host}", "master", "switch", "up")
+                _ip("-n", self.switch, "link", "set", f"port{host}", "master", "switch", "up")
                 for interface in ("lo", "eth0"):
                     _ip("-n", name, "link", "set", interface, "up")
         except BaseException:
@@ -58,7 +58,7 @@ class Hosts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in [*self._names, self._switch]:
+        for name in [*self.names, self.switch]:
             if (_NAMED / name).exists():
                 _ip("netns", "delete", name)
 
@@ -68,23 +68,23 @@ class Hosts:
     def environments(self, places: Sequence[int], **more: str) -> list[Mapping[str, str]]:
         """For workers on these hosts; the first one has the store."""
         shared = {"MASTER_ADDR": self.address(places[0]), "FARPROP_SECRET": SECRET, **more}
-        return [{**shared, NAMESPACE: self._names[host]} for host in places]
+        return [{**shared, NAMESPACE: self.names[host]} for host in places]
 
     def cut(self, host: int) -> None:
         """Cut the cable between the host and the switch. No end is notified."""
-        _ip("-n", self._switch, "link", "set", f"port{host}", "nomaster")
+        _ip("-n", self.switch, "link", "set", f"port{host}", "nomaster")
 
     def mend(self, host: int) -> None:
-        _ip("-n", self._switch, "link", "set", f"port{host}", "master", "switch")
+        _ip("-n", self.switch, "link", "set", f"port{host}", "master", "switch")
 
     def unplug(self, host: int) -> None:
         """Take the host's own interface down, which its kernel notices."""
-        _ip("-n", self._names[host], "link", "set", "eth0", "down")
+        _ip("-n", self.names[host], "link", "set", "eth0", "down")
 
     def part(self, one: int, other: int) -> None:
         """Cut off two hosts from each other; all others still reach both."""
         for here, there in ((one, other), (other, one)):
-            _ip("-n", self._names[here], "route", "add", "blackhole", f"{self.address(there)}/32")
+            _ip("-n", self.names[here], "route", "add", "blackhole", f"{self.address(there)}/32")
 
 
 def _ip(*words: str) -> None:
