@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import importlib.metadata
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -88,6 +90,22 @@ while os.getppid() == parent:
 """
 
 
+_CLONE_NEWNET = 0x40000000
+
+
+def leave_network() -> bool:
+    """Move this process, which must have one thread, to a network of its own with nothing but loopback.
+
+    Torch's TCPStore asks a name server about every client that connects. With many workers this takes seconds that have
+    nothing to do with either side; without a network the question fails at once. Needs root's permissions and `ip`;
+    returns whether it was done.
+    """
+    if shutil.which("ip") is None or ctypes.CDLL(None).unshare(_CLONE_NEWNET) != 0:
+        return False
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    return True
+
+
 @contextlib.contextmanager
 def one_busy_core() -> Iterator[None]:
     burner = subprocess.Popen([sys.executable, "-c", _BURN])
@@ -133,6 +151,22 @@ def own_kib(pid: int) -> int:
         if name in ("Pss_Anon", "Pss_Shmem"):
             kib += int(value.split()[0])
     return kib
+
+
+def together_kib(pids: Sequence[int]) -> int:
+    """Memory of processes that is no file's, and all shared memory of the machine, also what nobody has mapped."""
+    with open("/proc/meminfo") as lines:
+        shared = next(int(line.split()[1]) for line in lines if line.startswith("Shmem:"))
+    return shared + sum(_status(Path(f"/proc/{pid}"), "RssAnon") for pid in pids)
+
+
+def reset_peak(pid: int) -> None:
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def peak_kib(pid: int) -> int:
+    """The most memory that the process had since `reset_peak`."""
+    return _status(Path(f"/proc/{pid}"), "VmHWM")
 
 
 def threads(pid: int) -> int:

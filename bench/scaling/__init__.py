@@ -1,0 +1,1 @@
+"""Scaling: what a call, a worker and a start cost as the number of workers grows."""
