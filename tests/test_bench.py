@@ -1,20 +1,34 @@
-"""The arithmetic and the tables of `bench/`; no processes."""
+"""`bench/`: its arithmetic, tables and drawings, and small runs of commands that start hosts or many workers."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench import __main__ as command
 from bench.cases import CASES
 from bench.channel import Measured, _timed
-from bench.driver import BenchError
+
 from bench.imports import STATEMENTS, rows
+
+
+from bench.driver import ROOT, BenchError
+from bench.hosts import __main__ as hosts_command
+from bench.hosts.cases import CASES as HOST_CASES
+from bench.hosts.network import LINKS
 from bench.machine import Usage
 from bench.memory import SAMPLES, is_flat
 from bench.report import comparison, floor_of, micros, render, times, to_json
 from bench.rounds import Job, Outcome, alternate, p99, ratio, round_ratios, summarise
+from bench.scaling.__main__ import Figures, combined, growth
+from bench.scaling.plot import Panel, draw, ticks
+from tests.support.hosts import Hosts, NotAllowedError
 
 
 class FakeSide:
@@ -216,3 +230,115 @@ def test_imports_are_compared_by_their_medians() -> None:
         [ours, "1,050", "1,050", "945", "1.050", "1.050", "1.10", "yes"],
         [compat, "1,200", "1,200", "1,000", "1.200", "1.111", "1.15", "no"],
     ]
+
+
+def run_command(module: str, output: Path, *arguments: str) -> Any:
+    """Run `python -m bench...`; return the JSON that it wrote."""
+    command_line = [sys.executable, "-m", module, *arguments, "--output", str(output)]
+    done = subprocess.run(command_line, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(output.read_text())
+
+
+def test_table_between_hosts_has_the_ratio_to_the_wire() -> None:
+    link, case = LINKS["1gbit"], HOST_CASES["echo-10mb"]
+    wire = 2 * 10 * 2**20 * 8 / 1e9 * 1e6
+    outcome = Outcome(
+        summaries={
+            "farprop": summarise([[1.1 * wire]]),
+            "plain": summarise([[1.05 * wire]]),
+            "torch": summarise([[2.2 * wire]]),
+        }
+    )
+    outcomes = {case.name: outcome, "ping": Outcome({"wire": summarise([[50.0]])})}
+    lines = hosts_command.table(link, [case], outcomes).splitlines()
+    cells = [" ".join(line.split()) for line in lines]
+    assert cells[2].endswith("2.0 2.0 to 2.0 1.10 2.20")
+    assert cells[3].startswith("echo 10 MB, FARPROP_TLS=0")
+    assert cells[3].endswith("1.05 2.20")
+    assert cells[4] == "bare TCP, 100 bytes there and back 50 50"
+    entry = hosts_command.to_json(link, [case], outcomes)["cases"][0]
+    assert (entry["wire_us"], entry["ratios"]) == (round(wire, 2), {"farprop": 2.0, "plain": 2.1})
+
+
+def test_bulk_does_not_go_over_the_relay() -> None:
+    chosen = hosts_command.cases_on(LINKS["delay"], list(HOST_CASES.values()))
+    assert {"empty", "backward-1", "all-to-all-4kb"} <= {case.name for case in chosen}
+    assert not any(case.crossing for case in chosen)
+
+
+def test_without_permission_the_benchmark_between_hosts_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: Hosts) -> Hosts:
+        raise NotAllowedError("hosts can't be made here: Operation not permitted")
+
+    monkeypatch.setattr(Hosts, "__enter__", refuse)
+    monkeypatch.setattr(sys, "argv", ["bench.hosts"])
+    assert hosts_command.main() == 2
+    assert "run it as root with iproute2 installed: hosts can't be made here" in capsys.readouterr().out
+
+
+def test_benchmark_between_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    """The fixture only says whether hosts can be made; the command makes its own."""
+    arguments = ["--link", "10gbit", "--link", "delay", "--only", "empty", "--rounds", "1", "--quick"]
+    links = run_command("bench.hosts", tmp_path / "hosts.json", *arguments)["links"]
+    for link in links.values():
+        (case,) = link["cases"]
+        assert case["errors"] == {}
+        assert case["farprop"]["samples"] > 0
+        assert case["torch"]["samples"] > 0
+    # there and back through a relay that holds each frame for 500 µs
+    assert min(links["delay"]["wire"]["ping"]["round_medians"]) >= 1000
+
+
+def figures(call_us: float, all_to_all_us: float | None) -> Figures:
+    return Figures(0.1, call_us, call_us, call_us, all_to_all_us, 20.0, 20.0, 3.0, None, None, None)
+
+
+def test_growth_is_the_exponent_between_the_two_largest_jobs_that_have_the_figure() -> None:
+    by_size = {2: figures(5.0, 1.0), 4: figures(10.0, 4.0), 16: figures(40.0, None)}
+    assert growth(by_size, "call_us") == pytest.approx(1.0)
+    assert growth(by_size, "all_to_all_us") == pytest.approx(2.0)
+    assert growth(by_size, "used_fds") is None
+
+
+def test_rounds_of_scaling_are_combined_by_their_medians() -> None:
+    together = combined([figures(1.0, None), figures(9.0, None), figures(2.0, None)])
+    assert (together.call_us, together.all_to_all_us) == (2.0, None)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(3.0, 40.0, [2, 5, 10, 20, 50]), (1.0, 5e4, [1, 10, 100, 1000, 10_000, 100_000]), (7.0, 7.0, [5, 10])],
+)
+def test_ticks_are_round_numbers_around_the_values(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+def test_drawing_has_a_marker_for_each_point() -> None:
+    lines = {"farprop": [(2.0, 10.0), (4.0, 30.0)], "torch": [(2.0, 100.0)]}
+    root = ET.fromstring(draw([Panel("µs & more", lines)]))
+    space = "{http://www.w3.org/2000/svg}"
+    panel = root.find(f"{space}g")
+    assert panel is not None
+    assert len(panel.findall(f"{space}circle")) == 2
+    assert len(panel.findall(f"{space}rect")) == 1
+    assert "µs & more" in [text.text for text in panel.iter(f"{space}text")]
+
+
+def test_benchmark_of_scaling(tmp_path: Path) -> None:
+    plot = tmp_path / "scaling.svg"
+    arguments = ["--sizes", "2", "3", "--rounds", "1", "--seconds", "0.01", "--plot", str(plot)]
+    results = run_command("bench.scaling", tmp_path / "scaling.json", *arguments)["results"]
+    for side in ("farprop", "torch"):
+        assert list(results[side]) == ["2", "3"]
+        assert all(figure > 0 for figure in results[side]["3"].values())
+    ET.parse(plot)
+
+
+def test_benchmark_of_peak_memory(tmp_path: Path) -> None:
+    arguments = ["--only", "echo-small", "--rounds", "1"]
+    echo = run_command("bench.peak_memory", tmp_path / "peak.json", *arguments)["results"]["echo-small"]
+    # a tensor of 1 MB, and its echo
+    assert all(side[0]["workers_kib"][0] >= 2 << 10 for side in echo.values())

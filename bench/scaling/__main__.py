@@ -25,8 +25,9 @@ from bench.scaling.workers import Workers, idle_fork
 
 PACKAGES = {"farprop": "farprop", "torch": "torch.distributed"}
 SIZES = [2, 4, 8, 16, 64]
-# Above this, workers only stand idle and call in a ring: all-to-all would need 4,032 connections on 2 cores.
-LARGEST_MESH = 16
+# Above this, there is no all-to-all: torch's memory for it grows with the square, to 60 GB for 64 workers.
+LARGEST_MESH = {"farprop": 64, "torch": 16}
+MESH_CALLS = 1000  # of all workers, about
 ROUNDS = 3
 ROUND_ROBIN_SECONDS = 0.5
 RING_CALLS = 20
@@ -48,6 +49,7 @@ class Figures:
     idle_fds: float
     idle_threads: float
     used_mib: float | None
+    """After an all-to-all, as the next two."""
     used_fds: float | None
     used_threads: float | None
 
@@ -67,20 +69,21 @@ LABELS = {
 }
 
 
-def measure(package: str, size: int, round_robin_seconds: float) -> Figures:
+def measure(side: str, size: int, round_robin_seconds: float) -> Figures:
     """Start a job of so many workers, measure, and stop it."""
     with idle_fork() as idle:
-        workers = Workers(package, size)
+        workers = Workers(PACKAGES[side], size)
         try:
             startup = workers.begin()
             at_first = _resources(workers.pids, idle)
             calls = workers.first("round_robin", round_robin_seconds)
             ring = [taken for each in workers.all("ring", RING_CALLS) for taken in each]
             mesh, at_last = None, None
-            if size <= LARGEST_MESH:
+            if size <= LARGEST_MESH[side]:
                 workers.all("all_to_all", 1)  # connects
-                rounds = max(2, 2 * LARGEST_MESH // size)
-                mesh = max(workers.all("all_to_all", rounds)) / (rounds * size * (size - 1))
+                calls_a_round = size * (size - 1)
+                rounds = max(2, min(100, MESH_CALLS // calls_a_round))
+                mesh = max(workers.all("all_to_all", rounds)) / (rounds * calls_a_round)
                 at_last = _resources(workers.pids, idle)
         finally:
             workers.stop()
@@ -142,7 +145,7 @@ def _cell(name: str, figures: Figures | None) -> str:
     return f"{value:.2f}" if name == "startup_seconds" else f"{value:.1f}"
 
 
-PANELS = ["startup_seconds", "call_us", "all_to_all_us", "idle_mib", "idle_fds", "idle_threads"]
+PANELS = ["startup_seconds", "call_us", "all_to_all_us", "used_mib", "used_fds", "used_threads"]
 
 
 def plot(results: Results) -> str:
@@ -178,7 +181,7 @@ def main() -> int:
                 if (side, size) in failures:
                     continue
                 try:
-                    seen.setdefault((side, size), []).append(measure(PACKAGES[side], size, options.seconds))
+                    seen.setdefault((side, size), []).append(measure(side, size, options.seconds))
                 except BenchError as error:
                     failures[side, size] = str(error)
     results: Results = {side: {} for side in PACKAGES}
