@@ -6,10 +6,10 @@ SECONDS ?= 600
 RUN := .venv/bin/python
 READY := .venv/.installed
 
-.PHONY: help demo test bench bench-peers clients conformance sim fuzz lint format clean
+.PHONY: help demo test bench bench-hosts bench-scaling bench-peers clients conformance sim fuzz lint format clean
 
 help:
-	@echo "make demo | test | lint | format | bench | bench-peers | clients | conformance [ONLY=Class] [REQUIRED=1] | sim | fuzz [SECONDS=600] [TARGET=name] | clean"
+	@echo "make demo | test | lint | format | bench | bench-hosts | bench-scaling | bench-peers | clients | conformance [ONLY=Class] [REQUIRED=1] | sim | fuzz [SECONDS=600] [TARGET=name] | clean"
 
 demo: $(READY)
 	@$(RUN) examples/demo.py
@@ -19,6 +19,13 @@ test: $(READY)
 
 bench: $(READY)
 	@$(RUN) -m bench
+
+# Needs root's permissions and iproute2, for hosts that are network namespaces.
+bench-hosts: $(READY)
+	@$(RUN) -m bench.hosts
+
+bench-scaling: $(READY)
+	@$(RUN) -m bench.scaling
 
 bench-peers: $(READY)
 	@$(RUN) -m bench.peers

@@ -25,7 +25,7 @@ class Measured(float):
 
 @dataclass(frozen=True)
 class Staged:
-    """A sample with a part before it that is not timed, such as a barrier."""
+    """A sample with a part before it that is not timed, such as waiting for other ranks."""
 
     before: Callable[[], object]
     run: Callable[[], object]

@@ -5,6 +5,7 @@ The size of a collective is that of a rank's larger buffer: the output of a gath
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from bench.channel import Staged
 KB, MB = 1 << 10, 1 << 20
 RANKS = 4
 HOSTS = 2
+# All ranks have to know the moment before it comes, also over a link with a delay.
+_LEAD_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
@@ -122,10 +125,20 @@ def _collective(make: Callable[[int, Group, int], Operation], size: int) -> Call
         run()
         if not torch.equal(result, torch.full_like(result, expected)):
             raise AssertionError(f"{api.package} gave a wrong result")
-        # All begin together: else a rank that only sends would run ahead, and its time would say little.
-        return Staged(before=lambda: dist.barrier(group=group), run=run)
+        return Staged(before=lambda: _await_start(group), run=run)
 
     return prepare
+
+
+def _await_start(group: Group) -> None:
+    """Have all ranks begin at one moment of the clock, which the hosts share.
+
+    Without it, a rank that only sends would run ahead. A barrier is not enough: ranks leave it one after another, in an
+    order that depends on the backend.
+    """
+    latest = torch.tensor([time.monotonic()], dtype=torch.float64)
+    dist.all_reduce(latest, dist.ReduceOp.MAX, group=group)
+    time.sleep(max(0.0, latest.item() + _LEAD_SECONDS - time.monotonic()))
 
 
 def _all_cases() -> list[Case]:
