@@ -39,16 +39,16 @@ def relay(one: socket.socket, other: socket.socket, seconds: float) -> None:
         if sys.stdin in ready:
             return
         due = time.monotonic() + seconds
-        for tap in ready:
+        for tap, opposite in across.items():
             try:
-                while True:
-                    waiting.append((due, across[tap], tap.recv(_LARGEST)))
+                while tap in ready:
+                    waiting.append((due, opposite, tap.recv(_LARGEST)))
             except BlockingIOError:
                 pass
         while waiting and waiting[0][0] <= time.monotonic():
-            _, tap, frame = waiting.popleft()
+            _, opposite, frame = waiting.popleft()
             try:
-                tap.send(frame)
+                opposite.send(frame)
             except OSError:
                 pass  # as any cable, it loses what the other end has no room for
 
