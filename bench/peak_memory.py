@@ -22,7 +22,7 @@ from torch import nn
 from bench import machine
 from bench.cases import Api, Sample
 from bench.cases.calls import identity
-from bench.driver import ROOT, Pair, Ranks, Site, start, stop
+from bench.driver import ROOT, Ranks, Site, Workers, start, stop
 from bench.report import render
 
 PACKAGES = {"farprop": "farprop", "torch": "torch.distributed"}
@@ -113,7 +113,7 @@ class _Sampler:
         self._thread.join()
 
 
-def peak(side: Pair | Ranks, case: Case) -> Peak:
+def peak(side: Workers | Ranks, case: Case) -> Peak:
     """Run a case that these processes have not run before."""
     pids = [child.pid for child in side.children]
     before, each = machine.together_kib(pids), [machine.usage(pid).rss_kib for pid in pids]
@@ -127,7 +127,7 @@ def peak(side: Pair | Ranks, case: Case) -> Peak:
 
 def measure(package: str, case: Case) -> Peak:
     site = Site("bench.peak_memory")
-    side = Ranks(package, case.ranks, {}, site) if case.ranks else Pair(package, {}, site)
+    side = Ranks(package, case.ranks, {}, site) if case.ranks else Workers(package, {}, site=site)
     try:
         start([side.children])
         return peak(side, case)

@@ -48,7 +48,9 @@ def _floor_cell(case: Case, outcomes: Outcomes) -> str:
 
 def to_json(cases: Sequence[Case], outcomes: Outcomes) -> dict[str, Any]:
     floors = {
-        kind: outcomes[kind].summaries["floor"].to_json() for kind in KINDS if "floor" in outcomes[kind].summaries
+        kind: outcomes[kind].summaries["floor"].to_json()
+        for kind in KINDS
+        if kind in outcomes and "floor" in outcomes[kind].summaries
     }
     return {"cases": [_case_json(case, outcomes) for case in cases], "floor": floors}
 

@@ -14,14 +14,11 @@ import pytest
 from bench import __main__ as command
 from bench.cases import CASES
 from bench.channel import Measured, _timed
-
-from bench.imports import STATEMENTS, rows
-
-
 from bench.driver import ROOT, BenchError
 from bench.hosts import __main__ as hosts_command
 from bench.hosts.cases import CASES as HOST_CASES
 from bench.hosts.network import LINKS
+from bench.imports import STATEMENTS, rows
 from bench.machine import Usage
 from bench.memory import SAMPLES, is_flat
 from bench.report import comparison, floor_of, micros, render, times, to_json
