@@ -110,7 +110,7 @@ class ThreadPool:
         with self._lock:
             self._running -= this_thread.counted
             self._answering -= this_thread.answering
-            self._activity.running -= 1
+            self._activity.running -= this_thread.counted + this_thread.answering
             if self._leader == me:
                 self._watcher.running_since = None
         try:
@@ -130,7 +130,7 @@ class ThreadPool:
             with self._lock:
                 self._running += this_thread.counted
                 self._answering += this_thread.answering
-                self._activity.running += 1
+                self._activity.running += this_thread.counted + this_thread.answering
                 if self._leader == me:
                     self._watcher.watch()
 
@@ -391,7 +391,7 @@ class Blocked:
             with pool._lock:
                 pool._running -= this_thread.counted
                 pool._answering -= this_thread.answering
-                pool._activity.running -= 1
+                pool._activity.running -= this_thread.counted + this_thread.answering
                 if pool._leader == _get_ident():
                     pool._hand_over_polling()
             if pool.requests:
@@ -402,7 +402,7 @@ class Blocked:
             with self._pool._lock:
                 self._pool._running += this_thread.counted
                 self._pool._answering += this_thread.answering
-                self._pool._activity.running += 1
+                self._pool._activity.running += this_thread.counted + this_thread.answering
 
 
 this_thread = threading.local()  # ``pool``; ``counted`` and ``answering``: what this thread adds to the pool's numbers

@@ -91,9 +91,8 @@ def run_behind(hooks: Mapping[int, Any], outputs: Gradients, gradients: Gradient
             hook(outputs, gradients)
 
 
-def run_post_hooks(leaf: torch.Tensor, behind: Mapping[int, Any], gradient: torch.Tensor) -> None:
+def run_post_hooks(leaf: torch.Tensor, after: Any, behind: Mapping[int, Any], gradient: torch.Tensor) -> None:
     """After accumulation, run a leaf's post-accumulate-grad hooks, then the post-hooks of its node, as torch does."""
-    after = post_accumulate_hooks(leaf)
     if after:
         with torch.no_grad():
             for hook in list(after.values()):

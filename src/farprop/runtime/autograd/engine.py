@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from farprop._torch import backward_hooks, input_metadata, profiler_enabled, run_backward
+from farprop._torch import backward_hooks, input_metadata, post_accumulate_hooks, profiler_enabled, run_backward
 from farprop.errors import BackwardError
 from farprop.locks import lock_maker
 from farprop.protocol.backward import ROOTS, BackwardStateMachine, PassId, Run, Target
@@ -177,16 +177,19 @@ class LocalPass:
 
     def _distribute(self, captured: Gradients, outgoing: Outgoing) -> None:
         """Distribute gradients to the leaves of this worker and to the outgoing messages."""
-        uses: Counter[int] | None = None
+        if not captured:
+            return
+        uses: Counter[int] | None = None  # how often each gradient occurs, if any occurs twice: a + b has one for both
+        if len(set(map(id, captured.values()))) < len(captured):
+            uses = Counter(map(id, captured.values()))
         for (node, index), gradient in captured.items():
             if type(node) is LEAF_TYPE:
-                if uses is None:
-                    uses = Counter(map(id, captured.values()))  # a + b has one gradient for both
-                self._accumulate(node, gradient, uses[id(gradient)] == 1)
+                self._accumulate(node, gradient, uses is None or uses[id(gradient)] == 1)
             else:
-                gradients = outgoing.get(node.target)
+                target = node.target
+                gradients = outgoing.get(target)
                 if gradients is None:
-                    gradients = outgoing[node.target] = [None] * node.count
+                    gradients = outgoing[target] = [None] * node.count
                 gradients[index] = gradient
 
     def _accumulate(self, node: Node, gradient: torch.Tensor, is_alone: bool) -> None:
@@ -205,7 +208,9 @@ class LocalPass:
             old = context.gradients.get(leaf)
             self._before.setdefault(leaf, old)
             context.gradients[leaf] = accumulated(leaf, old, hooked, is_alone and hooked is gradient)
-        run_post_hooks(leaf, behind, hooked)
+        after = post_accumulate_hooks(leaf)
+        if after or behind:
+            run_post_hooks(leaf, after, behind, hooked)
 
     def replace(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         """Replace the gradient that the pass has computed for a leaf."""
