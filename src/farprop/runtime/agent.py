@@ -151,6 +151,7 @@ class Agent:
                 Method.CONTEXT_EXISTS: self.context_cleanup.on_context_exists,
             },
         )
+        self.peers.accept_own = self._server.accept_own
         try:
             self._own_entry = self._listen(options, world_size)
             self._threads.start()

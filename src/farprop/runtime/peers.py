@@ -15,6 +15,7 @@ from farprop.runtime.client_connection import ClientConnection, FutureCall, time
 from farprop.runtime.dialer import Dialer, UnresponsiveError, WrongPeerError
 from farprop.runtime.membership import Membership
 from farprop.runtime.references.rref_context import RRefContext
+from farprop.runtime.self_connection import Loopback, SelfConnection
 from farprop.runtime.thread_pool import ThreadPool
 from farprop.transport.connection import Connection
 from farprop.transport.fault_injection import FaultDecision, FaultPolicy, FaultyConnection
@@ -28,7 +29,9 @@ NewConnection = Callable[[Stream, Identity, Callable[[Connection], None]], Conne
 
 
 class Peers:
-    """Methods may be called from any thread. ``on_lost`` is called with each connection that was in use and is lost."""
+    """Methods may be called from any thread. ``on_lost`` is called with each connection that was in use and is lost.
+    The agent sets ``accept_own``, which takes the requests of this worker to itself.
+    """
 
     def __init__(
         self,
@@ -42,6 +45,7 @@ class Peers:
     ) -> None:
         self.connections: dict[str, ClientConnection] = {}  # by the worker's name
         self.by_rank: dict[int, ClientConnection] = {}  # the same connections, by rank
+        self.accept_own: Callable[[Loopback, Message], None]
         self._threads = threads
         self._own = own
         self._membership = membership
@@ -109,6 +113,8 @@ class Peers:
             raise UsageError(f"{self._own.name} could not find destination {name!r}.")
         if self._references.instances.is_dead(entry.rank, entry.instance):
             raise ConnectionLostError(f"{name} ({entry.host}, pid {entry.pid}) has died.")
+        if entry.rank == self._own.id:
+            return self._connect_to_self()
         _log.debug("%s: dialling %s (rank %d)", self._own.label, name, entry.rank)
         client = ClientConnection(
             self._threads, self._own.label, name, entry.rank, self._on_lost, self._references.take_refs
@@ -127,6 +133,18 @@ class Peers:
         kept = self._keep(client)
         if kept is not client:
             client.lose("another connection was faster")
+        if kept is None:
+            raise UsageError("RPC has been shut down on this worker.")
+        return kept
+
+    def _connect_to_self(self) -> ClientConnection:
+        own = self._own
+        client = SelfConnection(
+            self._threads, own.label, own.name, own.id, self._on_lost, self._references.take_refs, self.accept_own
+        )
+        if self._fault_policy is not None:
+            client.wrap(self._make_faulty)
+        kept = self._keep(client)
         if kept is None:
             raise UsageError("RPC has been shut down on this worker.")
         return kept

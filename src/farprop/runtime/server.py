@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import CoroutineType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -39,6 +39,7 @@ from farprop.runtime.autograd.contexts import Context, ContextContainer, current
 from farprop.runtime.device_maps import DeviceMaps, careful_value
 from farprop.runtime.event_loop import HANGUP, IN, OUT
 from farprop.runtime.references.rref_context import RRefContext
+from farprop.runtime.self_connection import Loopback
 from farprop.runtime.thread_pool import STALL, ThreadPool
 from farprop.transport.connection import Connection
 from farprop.wire.codec import decode_with
@@ -198,6 +199,12 @@ class Server:
                 self._threads.push_request((self._run, (connection, message, now)))
             else:
                 self._refuse(connection, message, error)
+
+    def accept_own(self, connection: Loopback, message: Message) -> None:
+        """Queue a request of this worker to itself."""
+        # It has everything that the server uses of a connection.
+        self._accept_request(cast(Connection, connection), message, _now())
+        self._threads.recruit()
 
     def _take_references(self, connection: Connection, message: Message, now: float) -> None:
         """Take the references of a request. It runs when the owners have counted them."""

@@ -76,7 +76,7 @@ class ThreadPool:
     def submit_request(self, function: Callable[..., None], *args: Any) -> None:
         """Queue a request from any thread."""
         self.requests.append((function, args))
-        self._recruit()
+        self.recruit()
 
     def push_answer(self, function: Callable[..., None], *args: Any) -> None:
         """Queue something that the limit must not hold up. For handlers, as ``push_request``."""
@@ -85,7 +85,7 @@ class ThreadPool:
     def submit(self, function: Callable[..., None], *args: Any) -> None:
         """Run something on a thread of the pool, from any thread; at the latest while the pool closes."""
         self._answers.append((function, args))
-        self._recruit()
+        self.recruit()
         if self._closed:
             self._run_last()
 
@@ -118,7 +118,7 @@ class ThreadPool:
                 if self._closed or self._leader != me:
                     return False
                 if self.requests or self._answers:
-                    self._recruit()
+                    self.recruit()
                 timeout = None
                 if deadline is not None:
                     timeout = deadline - _now()
@@ -144,7 +144,7 @@ class ThreadPool:
             if self._leader == _get_ident():
                 self._hand_over_polling()
 
-    def _recruit(self) -> None:
+    def recruit(self) -> None:
         """Have some thread other than the leader run what is queued."""
         with self._lock:
             if self._closed:
@@ -395,7 +395,7 @@ class Blocked:
                 if pool._leader == _get_ident():
                     pool._hand_over_polling()
             if pool.requests:
-                pool._recruit()
+                pool.recruit()
 
     def __exit__(self, *_: object) -> None:
         if self._is_pooled:

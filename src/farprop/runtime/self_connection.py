@@ -1,0 +1,107 @@
+"""The connection of a worker to itself: calls that touch no socket and do not wait for the event loop.
+
+A request goes straight to the server's queue, and a thread of the pool runs it: never the calling thread, because a
+call must end at its deadline even if its function does not. Arguments and results are encoded and decoded as in any
+call, so they are copies at the other end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from farprop.errors import ConnectionLostError
+from farprop.runtime.client_connection import ClientConnection, Waiter
+from farprop.runtime.spinner import Activity
+from farprop.runtime.thread_pool import ThreadPool
+from farprop.wire.message import REQUEST, Message
+
+
+class Loopback:
+    """Both ends of the connection: requests go to ``accept``, answers to ``deliver``."""
+
+    fd = -1
+    outbox_bytes = 0
+    has_corked = False
+
+    def __init__(self, peer: str, rank: int, accept: Callable[[Loopback, Message], None]) -> None:
+        self.peer = peer
+        self.rank = rank
+        self.closed = False
+        self.deliver: Callable[[Message], None]
+        self._accept = accept
+
+    def send(self, message: Message, more: bool = False) -> None:
+        if self.closed:
+            raise ConnectionLostError(f"The connection to {self.peer} is closed.")
+        if message.buffers:
+            # The sender may change its tensors, and the receiver may change what it gets.
+            message.buffers = [memoryview(bytearray(buffer)) for buffer in message.buffers]
+            message.keep = None
+        message.sent = True
+        if message.kind == REQUEST:
+            self._accept(self, message)
+        else:
+            self.deliver(message)
+
+    def uncork(self) -> None:
+        """Nothing waits for more."""
+
+    def give_back(self) -> None:
+        """There are no segments."""
+
+    def close(self) -> bool:
+        was_open, self.closed = not self.closed, True
+        return was_open
+
+    def abandon(self) -> None:
+        self.closed = True
+
+    def hang_up(self) -> None:
+        """As a broken network would."""
+        self.close()
+
+
+class SelfConnection(ClientConnection):
+    """There is nothing to read, so nobody is the reader: all callers are followers, and the server wakes them."""
+
+    def __init__(
+        self,
+        threads: ThreadPool,
+        own_label: str,
+        peer: str,
+        rank: int,
+        on_lost: Callable[[ClientConnection, str], None],
+        on_refs: Callable[[int, Message], Any],
+        accept: Callable[[Loopback, Message], None],
+    ) -> None:
+        super().__init__(threads, own_label, peer, rank, on_lost, on_refs)
+        loopback = Loopback(peer, rank, accept)
+        loopback.deliver = self._on_answer
+        self._connection = loopback  # type: ignore[assignment]
+        # The pool runs the request meanwhile, and would end every spin: what counts here is how long answers take.
+        self._activity = Activity()
+
+    def _on_answer(self, message: Message) -> None:
+        self._deliver([message], self._threads.submit)
+
+    def _join_readers(self, waiter: Waiter, pooled: bool) -> None:
+        self._followers[waiter] = None
+
+    def _loop_reads(self) -> None:
+        """The loop has nothing to read."""
+
+    def _hand_over(self) -> None:
+        """Nobody takes over."""
+
+    def _set_events(self) -> None:
+        """There is no descriptor."""
+
+    def _await_answer(self, call: Waiter, deadline: float | None) -> None:
+        if not self._spinner.poll(lambda _: [(0, 0)] if call.outcome is not None else [], self._activity):
+            super()._await_answer(call, deadline)
+
+    def validate(self) -> None:
+        with self._lock:
+            self._calls.validate()
+            assert self._reader is None
