@@ -18,7 +18,7 @@ from farprop.wire.message import REQUEST, Message
 
 
 class Loopback:
-    """Both ends of the connection: requests go to ``accept``, answers to ``deliver``."""
+    """Both ends of the connection: requests go to ``accept``, answers to ``deliver``. ``on_hung_up`` learns of a cut."""
 
     fd = -1
     outbox_bytes = 0
@@ -29,6 +29,7 @@ class Loopback:
         self.rank = rank
         self.closed = False
         self.deliver: Callable[[Message], None]
+        self.on_hung_up: Callable[[], None]
         self._accept = accept
 
     def send(self, message: Message, more: bool = False) -> None:
@@ -58,8 +59,9 @@ class Loopback:
         self.closed = True
 
     def hang_up(self) -> None:
-        """As a broken network would."""
-        self.close()
+        """End it as a broken network would, for fault plans."""
+        self.closed = True
+        self.on_hung_up()
 
 
 class SelfConnection(ClientConnection):
@@ -78,6 +80,7 @@ class SelfConnection(ClientConnection):
         super().__init__(threads, own_label, peer, rank, on_lost, on_refs)
         loopback = Loopback(peer, rank, accept)
         loopback.deliver = self._on_answer
+        loopback.on_hung_up = lambda: threads.submit(self.lose, "it closed the connection")
         self._connection = loopback  # type: ignore[assignment]
         # The pool runs the request meanwhile, and would end every spin: what counts here is how long answers take.
         self._activity = Activity()
