@@ -18,7 +18,7 @@ from farprop.wire.message import REQUEST, Message
 
 
 class Loopback:
-    """Both ends of the connection: requests go to ``accept``, answers to ``deliver``. ``on_hung_up`` learns of a cut."""
+    """Both ends of the connection: requests go to ``accept``, answers to ``deliver``, a cut to ``on_hung_up``."""
 
     fd = -1
     outbox_bytes = 0
