@@ -123,7 +123,12 @@ def test_gradients_pass_through_calls_to_oneself(env: dict[str, str]) -> None:
 def _many_at_once() -> int:
     own = rpc.get_worker_info().name
     futures = [rpc.rpc_async(own, f.add, args=(number, 1)) for number in range(2000)]
-    return sum(future.wait() for future in futures)
+    total = sum(future.wait() for future in futures)
+    connection = current_agent().peers.connections[own]
+    connection.validate()
+    assert not connection.open_calls
+    assert not connection._followers, "callers that are gone"
+    return total
 
 
 def test_many_calls_at_once(env: dict[str, str]) -> None:

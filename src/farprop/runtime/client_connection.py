@@ -245,8 +245,11 @@ class ClientConnection:
             raise
         if waiter.outcome is None or self._reader is waiter:
             self._stop_waiting_for(call, call_id, waiter)
-        else:
-            _finish_with(call, waiter.outcome)
+            return
+        if waiter in self._followers:
+            with self._lock:
+                self._followers.pop(waiter, None)
+        _finish_with(call, waiter.outcome)
 
     def _stop_waiting_for(self, call: AwaitedCall, call_id: int, waiter: Waiter) -> None:
         with self._lock:
