@@ -124,6 +124,8 @@ def _many_at_once() -> int:
     own = rpc.get_worker_info().name
     futures = [rpc.rpc_async(own, f.add, args=(number, 1)) for number in range(2000)]
     total = sum(future.wait() for future in futures)
+    for _ in range(10):
+        rpc.rpc_async(own, f.sleep, args=(0.01,)).wait()
     connection = current_agent().peers.connections[own]
     connection.validate()
     assert not connection.open_calls
