@@ -30,7 +30,7 @@ class Settings:
     shm_pool_bytes: int = GIB
     autograd_mode: str = "smart"
     restricted: bool = False
-    spin_seconds: float = 0.002
+    spin_microseconds: int = 2000
 
     @property
     def tls_files(self) -> tuple[str, str, str] | None:
@@ -71,7 +71,7 @@ class Settings:
             tls=_switch(env, "FARPROP_TLS", True),
             max_message_bytes=_bytes(env, "FARPROP_MAX_MESSAGE_BYTES", cls.max_message_bytes),
             shm_pool_bytes=_bytes(env, "FARPROP_SHM_POOL_BYTES", cls.shm_pool_bytes),
-            spin_seconds=_microseconds(env, "FARPROP_SPIN_MICROSECONDS", cls.spin_seconds),
+            spin_microseconds=_microseconds(env, "FARPROP_SPIN_MICROSECONDS", cls.spin_microseconds),
             **_tls_files(env),
         )
 
@@ -110,7 +110,7 @@ def _port_range(text: str | None) -> tuple[int, int] | None:
     return low, high
 
 
-def _microseconds(env: Mapping[str, str], name: str, default: float) -> float:
+def _microseconds(env: Mapping[str, str], name: str, default: int) -> int:
     text = env.get(name)
     if not text:
         return default
@@ -120,7 +120,7 @@ def _microseconds(env: Mapping[str, str], name: str, default: float) -> float:
         value = -1
     if not 0 <= value <= 1_000_000:
         raise UsageError(f"{name}={text!r} is not a number of microseconds between 0, for none, and a million.")
-    return value / 1e6
+    return value
 
 
 def _bytes(env: Mapping[str, str], name: str, default: int) -> int:

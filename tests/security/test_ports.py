@@ -14,6 +14,7 @@ import pytest
 
 import farprop.rpc as rpc
 from farprop.config import Settings
+from farprop.protocol.handshake import VERSION
 from farprop.protocol.roster import Entry, Identity
 from farprop.protocol.signing import CALLS, Keys
 from farprop.runtime.agent_registry import current_agent
@@ -90,7 +91,7 @@ class Trickle:
 
     def _run(self, listener: socket.socket, kind: str) -> None:
         sock, _ = listener.accept()
-        beginning = b"\x16\x03\x03\x40\x00" if kind == "tls" else b"FARPROP\n\3\0"
+        beginning = b"\x16\x03\x03\x40\x00" if kind == "tls" else b"FARPROP\n" + VERSION.to_bytes(2, "little")
         with sock:
             for byte in [*beginning, *bytes(10_000)]:
                 try:

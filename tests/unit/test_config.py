@@ -20,7 +20,7 @@ def test_settings_are_read_from_the_environment() -> None:
 
 @pytest.mark.parametrize("text", ["-1", "fast", "1000001", "1.5"])
 def test_spin_microseconds(text: str) -> None:
-    assert Settings.from_env({"FARPROP_SPIN_MICROSECONDS": "0"}).spin_seconds == 0.0
-    assert Settings.from_env({"FARPROP_SPIN_MICROSECONDS": "500"}).spin_seconds == 0.0005
+    assert Settings.from_env({"FARPROP_SPIN_MICROSECONDS": "0"}).spin_microseconds == 0
+    assert Settings.from_env({"FARPROP_SPIN_MICROSECONDS": "500"}).spin_microseconds == 500
     with pytest.raises(UsageError, match="FARPROP_SPIN_MICROSECONDS"):
         Settings.from_env({"FARPROP_SPIN_MICROSECONDS": text})

@@ -94,7 +94,7 @@ class Agent:
         self._closed = False
         self._loop = EventLoop()
         self._loop.on_pause = self._on_pause
-        self._loop.activity.set_limit(self._settings.spin_seconds, CROWDED)
+        self._loop.activity.set_limit(self._settings.spin_microseconds / 1e6, CROWDED)
         self._threads = ThreadPool(name, options.num_worker_threads, self._loop)
         self.services = WorkerServices(
             self._threads,
@@ -182,7 +182,7 @@ class Agent:
         if self.membership.is_static:
             self._endpoint.on_all_joined()
             neighbours = sum(entry.host == self._own_entry.host for entry in self.membership.entries.values())
-            self._loop.activity.set_limit(self._settings.spin_seconds, neighbours)
+            self._loop.activity.set_limit(self._settings.spin_microseconds / 1e6, neighbours)
         self._accepted.close_strangers()
         self._dialer.prepare(self.membership.entries.values())
         try:
