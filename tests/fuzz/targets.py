@@ -199,6 +199,7 @@ def seeds(name: str) -> list[bytes]:
     from farprop.distributed.native import framing as groups
     from farprop.ids import GlobalId
     from farprop.protocol.backward import Credit, CreditShare, PassId
+    from farprop.protocol.handshake import VERSION
     from farprop.protocol.references.control_plane import Operation, OperationKind
     from farprop.protocol.references.records import Fork
     from farprop.protocol.roster import Entry
@@ -226,7 +227,7 @@ def seeds(name: str) -> list[bytes]:
         torch.eye(3).to_sparse(),
         torch.eye(3).to_sparse_csr(),
     ]
-    hello = b"FARPROP\n\3\0" + bytes(32)
+    hello = b"FARPROP\n" + VERSION.to_bytes(2, "little") + bytes(32)
     share = CreditShare(Credit(3, 5), {1: (2, True), 7: (9, False)})
     found = {
         "frames": [

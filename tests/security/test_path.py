@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import farprop.distributed  # noqa: F401 - it has the backend
 import farprop.rpc as rpc
+from farprop.protocol.handshake import VERSION
 from farprop.protocol.roster import Identity
 from farprop.runtime import endpoint
 from farprop.runtime.dialer import Dialer
@@ -169,7 +170,7 @@ def test_dial_redirected_to_another_worker_is_refused(tcp: dict[str, str]) -> No
 
 
 def _answer_without_tls(where: str, _: int, data: bytes) -> bytes:
-    return b"FARPROP\n\3\0" + os.urandom(32) if where == "back" else data
+    return b"FARPROP\n" + VERSION.to_bytes(2, "little") + os.urandom(32) if where == "back" else data
 
 
 def test_dialer_with_tls_refuses_an_answer_without_tls() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from farprop.config import Settings
 from farprop.errors import ProtocolError, UsageError
+from farprop.protocol.handshake import VERSION
 from farprop.transport.tls import Certificates, TlsSocket, channel
 from tests.support.certificate_authority import CertificateAuthority
 
@@ -162,7 +163,7 @@ def test_end_of_stream_and_plaintext_peer() -> None:
     with ours, theirs:
         server, _ = Certificates(None).accept(theirs)
         with pytest.raises(ProtocolError, match="no TLS connection could be made"):
-            server.handshake(b"FARPROP\n\3\0" + bytes(32))
+            server.handshake(b"FARPROP\n" + VERSION.to_bytes(2, "little") + bytes(32))
         with pytest.raises(UsageError, match="can't be passed"):
             server.sendmsg([b"x"], [(1, 1, b"")])
 
