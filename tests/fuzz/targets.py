@@ -43,7 +43,15 @@ def messages() -> Target:
     """The heads of messages, and payloads that are not pickles. The first byte selects the parser."""
     from farprop.errors import ProtocolError
     from farprop.protocol.backward import WHOLE
-    from farprop.wire.message import CONTEXT, GradientAnswer, Message, PassHead, unpack_operations, unpack_share
+    from farprop.wire.message import (
+        CONTEXT,
+        MAX_ENDED,
+        GradientAnswer,
+        Message,
+        PassHead,
+        unpack_operations,
+        unpack_share,
+    )
 
     def heads(data: bytes) -> None:
         message = Message(data[1:], [], flags=data[0] if data else 0)
@@ -54,7 +62,9 @@ def messages() -> Target:
     def context(data: bytes) -> None:
         message = Message(data, [], flags=CONTEXT)
         message.parse_heads()
-        assert len(message.payload) == len(data) - 24 - int.from_bytes(data[20:24], "little")
+        trace, ended = int.from_bytes(data[20:24], "little"), int.from_bytes(data[24:26], "little")
+        assert len(message.payload) == len(data) - 26 - trace - 8 * ended
+        assert ended <= MAX_ENDED
 
     def share(data: bytes) -> None:
         credit, statuses = unpack_share(data)
@@ -238,7 +248,8 @@ def seeds(name: str) -> list[bytes]:
         "messages": [
             b"\0" + bytes([REMOTE]) + pack_fork(Fork(1, one, two, True)) + b"\2\0ab",
             b"\0" + bytes([REFS]) + pack_forks([Fork(1, one, two, True)] * 3) + b"payload",
-            b"\1" + bytes(24) + b"pickle",
+            b"\1" + bytes(26) + b"pickle",
+            b"\1" + bytes(24) + b"\2\0" + bytes(16) + b"pickle",
             b"\2" + pack_share(share),
             b"\3" + PassHead(1, 2, PassId(0, 1), 1, True, False, False, share).pack(),
             b"\4" + pack_operations([Operation(OperationKind.REGISTER, one, two, True)] * 2),
