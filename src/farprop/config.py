@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -69,9 +70,11 @@ class Settings:
             restricted=_switch(env, "FARPROP_RESTRICTED", False),
             insecure=_switch(env, "FARPROP_INSECURE", False),
             tls=_switch(env, "FARPROP_TLS", True),
-            max_message_bytes=_bytes(env, "FARPROP_MAX_MESSAGE_BYTES", cls.max_message_bytes),
-            shm_pool_bytes=_bytes(env, "FARPROP_SHM_POOL_BYTES", cls.shm_pool_bytes),
-            spin_microseconds=_microseconds(env, "FARPROP_SPIN_MICROSECONDS", cls.spin_microseconds),
+            max_message_bytes=_number(env, "FARPROP_MAX_MESSAGE_BYTES", cls.max_message_bytes, "bytes"),
+            shm_pool_bytes=_number(env, "FARPROP_SHM_POOL_BYTES", cls.shm_pool_bytes, "bytes"),
+            spin_microseconds=_number(
+                env, "FARPROP_SPIN_MICROSECONDS", cls.spin_microseconds, "microseconds, a million at most", 1_000_000
+            ),
             **_tls_files(env),
         )
 
@@ -110,7 +113,7 @@ def _port_range(text: str | None) -> tuple[int, int] | None:
     return low, high
 
 
-def _microseconds(env: Mapping[str, str], name: str, default: int) -> int:
+def _number(env: Mapping[str, str], name: str, default: int, what: str, most: float = math.inf) -> int:
     text = env.get(name)
     if not text:
         return default
@@ -118,19 +121,6 @@ def _microseconds(env: Mapping[str, str], name: str, default: int) -> int:
         value = int(text)
     except ValueError:
         value = -1
-    if not 0 <= value <= 1_000_000:
-        raise UsageError(f"{name}={text!r} is not a number of microseconds between 0, for none, and a million.")
-    return value
-
-
-def _bytes(env: Mapping[str, str], name: str, default: int) -> int:
-    text = env.get(name)
-    if not text:
-        return default
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if value < 0:
-        raise UsageError(f"{name}={text!r} is not a number of bytes.")
+    if not 0 <= value <= most:
+        raise UsageError(f"{name}={text!r} is not a number of {what}.")
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 import farprop.rpc as rpc
 from farprop.rpc import _utils
+from farprop.runtime.agent_registry import current_agent
 from tests.calls import functions as f
 from tests.references.looking import wait_until
 from tests.support.workers import cluster, run_workers
@@ -129,3 +131,15 @@ def _wait_in_the_store(rank: int) -> None:
 
 def test_a_wait_in_the_agents_store_blocks_no_other_thread() -> None:
     run_workers(_wait_in_the_store, 2)
+
+
+def _spin_seconds() -> float:
+    return current_agent()._loop.activity.spin_seconds
+
+
+@pytest.mark.one_transport
+@pytest.mark.parametrize(("text", "seconds"), [("0", 0.0), ("150", 150e-6), ("", 2e-3)])
+def test_limit_of_spinning_is_that_of_the_environment(env: dict[str, str], text: str, seconds: float) -> None:
+    with cluster(1, {**env, "FARPROP_SPIN_MICROSECONDS": text}) as c:
+        # With a single core no thread spins.
+        assert c.run(0, _spin_seconds) == (seconds if len(os.sched_getaffinity(0)) > 1 else 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.optim.models import (
     train_far,
     train_near,
 )
-from tests.support.workers import Cluster
+from tests.support.workers import Cluster, cluster
 
 
 def unnamed() -> type[optim.Optimizer]:
@@ -204,3 +205,30 @@ def _no_parameters() -> None:
 
 def test_an_optimizer_without_parameters_is_accepted_as_in_torch(workers: Cluster) -> None:
     workers.run(0, _no_parameters)
+
+
+class _NotesWhereItSteps(torch.optim.SGD):
+    """Notes the thread and the grad mode of each step."""
+
+    steps: list[tuple[int, bool]] = []
+
+    def step(self, closure: Any = None) -> None:
+        self.steps.append((threading.get_ident(), torch.is_grad_enabled()))
+        super().step(closure)
+
+
+def _where_steps_run() -> tuple[list[tuple[int, bool]], int]:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = DistributedOptimizer(_NotesWhereItSteps, [rpc.RRef(parameter)], lr=0.1)
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [(parameter * 2).sum()])
+        with torch.no_grad():
+            optimizer.step(context)
+    torch.testing.assert_close(parameter.detach(), torch.full((2,), 0.8))
+    return _NotesWhereItSteps.steps, threading.get_ident()
+
+
+def test_own_share_runs_on_the_calling_thread_with_gradients_on() -> None:
+    with cluster(1) as c:
+        steps, own = c.run(0, _where_steps_run)
+        assert steps == [(own, True)]

@@ -92,11 +92,3 @@ def test_dead_worker_is_told_nothing(peers: Peers, ended: EndedContexts) -> None
     assert ended.is_empty
     peers.tick()
     assert not peers.timers
-
-
-def test_flush_sends_everything_now(peers: Peers, ended: EndedContexts) -> None:
-    ended.add(1, 70)
-    ended.add(2, 71)
-    ended.flush()
-    assert peers.cleaned == [(1, 70), (2, 71)]
-    assert ended.is_empty

@@ -10,27 +10,9 @@ import torch.distributed.rpc as rpc
 from torch import nn
 
 from bench.clients.programs import job
+from bench.world import World
 
 OBSERVERS = 3
-
-
-class World:
-    """A point that two forces push along a line; it is rewarded for staying in the middle."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = torch.Generator().manual_seed(seed)
-        self.state = torch.zeros(2)
-
-    def reset(self) -> torch.Tensor:
-        self.state = torch.randn(2, generator=self._random) * 0.5
-        return self.state
-
-    def step(self, action: int) -> tuple[torch.Tensor, float]:
-        place, speed = self.state.tolist()
-        speed += 0.1 * (2 * action - 1) - 0.05 * place
-        place += 0.1 * speed
-        self.state = torch.tensor([place, speed])
-        return self.state, 1.0 - min(1.0, abs(place))
 
 
 class Observer:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -294,16 +295,19 @@ def _start(shard: _WorkerShard, method: str, args: Sequence[Any]) -> _StartCall:
 
 def _step_all(shards: Iterable[_WorkerShard], context_id: int) -> None:
     """Step each shard's optimizer. This worker's own runs on this thread, while the others are on their way."""
-    own = [shard for shard in shards if shard.rref.is_owner()]
-    others = [shard for shard in shards if not shard.rref.is_owner()]
+    calls: list[tuple[str, _StartCall]] = []
+    own: _WorkerShard | None = None
+    for shard in shards:
+        if shard.rref.is_owner():
+            own = shard
+        else:
+            calls.append((shard.worker, _start(shard, "step", (context_id,))))
+    _run_on_all(calls, None if own is None else (own.worker, partial(_step_here, own.rref, context_id)))
 
-    def step_own() -> None:
-        with torch.enable_grad():  # as in a called function
-            for shard in own:
-                shard.rref.local_value().step(context_id)
 
-    calls = [(shard.worker, _start(shard, "step", (context_id,))) for shard in others]
-    _run_on_all(calls, meanwhile=(own[0].worker, step_own) if own else None)
+def _step_here(rref: RRef[_LocalOptimizer], context_id: int) -> None:
+    with torch.enable_grad():  # as in a called function
+        rref.local_value().step(context_id)
 
 
 # States. A worker is identified by the parameters that it has, because it may have another name in another job.

@@ -58,7 +58,7 @@ class Waiter:
 
 
 class FutureCall:
-    """An asynchronous call. ``finish`` is called with its outcome, on a thread of the pool. A second time does no harm.
+    """An asynchronous call. ``finish`` is called once with its outcome, on a thread of the pool.
 
     If ``quick`` is set, the reader calls ``finish`` itself. This is for farprop's own calls, whose ``finish`` is short
     and runs no user code. ``timeout`` is in seconds, or None.
@@ -76,7 +76,10 @@ class FutureCall:
 
 
 class AwaitedCall(FutureCall):
-    """An asynchronous call that a thread may wait for (``wait_for``). The ``waiter``, if there is one, finishes it."""
+    """An asynchronous call that a thread may wait for (``wait_for``). The ``waiter``, if there is one, finishes it.
+
+    To finish it a second time must do no harm: a waiter that is interrupted may leave it to the pool, too.
+    """
 
     __slots__ = ("waiter",)
 

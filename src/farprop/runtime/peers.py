@@ -139,9 +139,8 @@ class Peers:
 
     def _connect_to_self(self) -> ClientConnection:
         own = self._own
-        client = SelfConnection(
-            self._threads, own.label, own.name, own.id, self._on_lost, self._references.take_refs, self.accept_own
-        )
+        client = SelfConnection(self._threads, own.label, own.name, own.id, self._on_lost, self._references.take_refs)
+        client.open(self.accept_own)
         if self._fault_policy is not None:
             client.wrap(self._make_faulty)
         kept = self._keep(client)

@@ -8,12 +8,10 @@ call, so they are copies at the other end.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from farprop.errors import ConnectionLostError
 from farprop.runtime.client_connection import ClientConnection, Waiter
 from farprop.runtime.spinner import Activity
-from farprop.runtime.thread_pool import ThreadPool
 from farprop.wire.message import REQUEST, Message
 
 
@@ -67,20 +65,11 @@ class Loopback:
 class SelfConnection(ClientConnection):
     """There is nothing to read, so nobody is the reader: all callers are followers, and the server wakes them."""
 
-    def __init__(
-        self,
-        threads: ThreadPool,
-        own_label: str,
-        peer: str,
-        rank: int,
-        on_lost: Callable[[ClientConnection, str], None],
-        on_refs: Callable[[int, Message], Any],
-        accept: Callable[[Loopback, Message], None],
-    ) -> None:
-        super().__init__(threads, own_label, peer, rank, on_lost, on_refs)
-        loopback = Loopback(peer, rank, accept)
+    def open(self, accept: Callable[[Loopback, Message], None]) -> None:
+        """Begin; ``accept`` takes the requests."""
+        loopback = Loopback(self.peer, self.rank, accept)
         loopback.deliver = self._on_answer
-        loopback.on_hung_up = lambda: threads.submit(self.lose, "it closed the connection")
+        loopback.on_hung_up = lambda: self._threads.submit(self.lose, "it closed the connection")
         self._connection = loopback  # type: ignore[assignment]
         # The pool runs the request meanwhile, and would end every spin: what counts here is how long answers take.
         self._activity = Activity()

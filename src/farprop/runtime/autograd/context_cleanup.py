@@ -77,8 +77,8 @@ class EndedContexts:
         if self._overdue and not self._timer_is_set:
             self._set_timer()
 
-    def _send(self, rank: int, ended: deque[int], last: int | None = None) -> None:
-        """Send the ids up to ``last`` on the control channel; all of them by default."""
+    def _send(self, rank: int, ended: deque[int], last: int | None) -> None:
+        """Send the ids up to ``last`` on the control channel."""
         while ended:
             try:
                 context_id = ended.popleft()
@@ -87,11 +87,6 @@ class EndedContexts:
             self._peers.clean_up(rank, context_id)
             if context_id == last:
                 return
-
-    def flush(self) -> None:
-        """Send everything now."""
-        for rank, ended in list(self._ended.items()):
-            self._send(rank, ended)
 
     def forget(self, rank: int) -> None:
         """A worker is dead."""
