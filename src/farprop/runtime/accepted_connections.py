@@ -134,10 +134,13 @@ class AcceptedConnections:
     def close(self) -> None:
         """Accept nothing any more, and close all connections."""
         self._acceptor.close()
-        for connection in self.all():
+        with self._lock:
+            # Emptied under the lock: the loop may be about to close one of them.
+            connections = list(self._connections.values())
+            self._connections.clear()
+        for connection in connections:
             self._loop.remove(connection.fd)
             connection.close()
-        self._connections.clear()
 
     def abandon(self) -> None:
         """In a forked child, close the descriptors without sending anything to the peers."""

@@ -32,7 +32,10 @@ class EventLoop:
     def __init__(self) -> None:
         self.activity = Activity()
         self.on_pause: Callable[[], None] = lambda: None
-        # A thread of the program's made a call: it needs the interpreter's lock more than a thread that spins.
+        # Whether the next ``poll`` may spin: a request came, or a thread of the pool waits for an answer. After other
+        # events a thread of the program's is at work, and needs the core more than a thread that spins.
+        self.may_spin = False
+        # A thread of the program's made a call.
         self.called_from_outside = False
         self._epoll = select.epoll()
         wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -91,10 +94,9 @@ class EventLoop:
         """Wait until something is ready or due, for at most ``timeout`` seconds (None: no limit), and handle it."""
         poll = self._epoll.poll
         events: Events = []
-        if self.called_from_outside:
-            self.called_from_outside = False
-        else:
+        if self.may_spin and not self.called_from_outside:
             events = self._spinner.poll(poll, self.activity)
+        self.may_spin = self.called_from_outside = False
         if not events:
             self.on_pause()
             began = _now()

@@ -161,6 +161,7 @@ class Server:
             self._connections.close_one(connection)
             return
         now = _now()
+        self._loop.may_spin = True  # the next request may come soon
         for message in messages:
             if message.kind == REQUEST:
                 self._accept_request(connection, message, now)

@@ -124,9 +124,11 @@ class ThreadPool:
                     timeout = deadline - _now()
                     if timeout <= 0:
                         return False
+                self.loop.may_spin = True
                 self.loop.poll(timeout)
             return True
         finally:
+            self.loop.may_spin = True  # a thread that runs a request: it has come from there
             with self._lock:
                 self._running += this_thread.counted
                 self._answering += this_thread.answering
