@@ -31,7 +31,7 @@ class Settings:
     shm_pool_bytes: int = GIB
     autograd_mode: str = "smart"
     restricted: bool = False
-    spin_microseconds: int = 2000
+    spin_microseconds: int = 1000
 
     @property
     def tls_files(self) -> tuple[str, str, str] | None:
