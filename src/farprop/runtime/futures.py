@@ -13,8 +13,10 @@ from farprop._torch import set_unwrap_function, wait
 from farprop.errors import renewed, without_frames
 from farprop.runtime.autograd.contexts import Context, current_context
 from farprop.runtime.dynamo_disable import uncompiled
-from farprop.runtime.sync import OneShot
 from farprop.runtime.thread_pool import pool_of_this_thread
+
+
+_LOOK_SECONDS = 0.5  # a thread that waits looks this often whether the future is done
 
 
 class PendingCall(Protocol):
@@ -87,10 +89,13 @@ def wait_on_pool(future: torch.futures.Future[Any]) -> Any:
             with pool.blocked():
                 return wait(future)
         if threading.get_ident() == threading.main_thread().ident:
-            # Torch's own wait does not handle signals; waiting for a lock does.
-            done = OneShot()
-            future.add_done_callback(lambda _: done.set())
-            done.wait()
+            # Torch's own wait does not handle signals; waiting for a lock does. The callback is C code, which ignores
+            # its argument: torch would swallow an interrupt in Python code, and with it the wake-up.
+            done = threading.Lock()
+            done.acquire()
+            future.add_done_callback(done.__exit__)  # type: ignore[arg-type]
+            while not future.done():
+                done.acquire(timeout=_LOOK_SECONDS)
     return wait(future)
 
 
