@@ -1,4 +1,4 @@
-"""``python -m tests.interrupts``: interrupts every program at all of its points; see ``--help``."""
+"""``python -m tests.interrupts``: interrupts programs at all of their points; see ``--help``."""
 
 from __future__ import annotations
 
@@ -7,27 +7,30 @@ import sys
 import time
 
 from tests.interrupts.programs import PROGRAMS
-from tests.interrupts.sweep import sweep, sweep_shutdown
+from tests.interrupts.sweep import Jobs, Result, sweep, sweep_shutdown
 
-SHUTDOWN = "shutdown"
+_SHUTDOWN = "shutdown"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Ctrl-C at every opcode.")
-    parser.add_argument("programs", nargs="*", choices=[*PROGRAMS, SHUTDOWN, []], help="by default all")
+    names = [*PROGRAMS, _SHUTDOWN]
+    parser = argparse.ArgumentParser(description="Ctrl-C at every opcode of farprop's code, one at a time.")
+    parser.add_argument("programs", nargs="*", metavar="program", help=f"by default all: {', '.join(names)}")
     parser.add_argument("--every", type=int, default=1, help="only every n-th point")
-    parser.add_argument("--offset", type=int, default=0, help="begin with this one")
+    parser.add_argument("--offset", type=int, default=0, help="begin with this point")
     arguments = parser.parse_args()
-    failures = []
-    for name in arguments.programs or [*PROGRAMS, SHUTDOWN]:
+    total = Result()
+    for name in arguments.programs or names:
         began = time.monotonic()
-        sampled = arguments.every, arguments.offset
-        result = sweep_shutdown(*sampled) if name == SHUTDOWN else sweep(name, *sampled)
-        print(f"{name}: {result} ({time.monotonic() - began:.0f} s)", flush=True)
-        for failure in result.failures:
-            print(failure, flush=True)
-        failures += result.failures
-    return bool(failures)
+        if name == _SHUTDOWN:
+            result = sweep_shutdown(arguments.every, arguments.offset)
+        else:
+            with Jobs() as jobs:
+                result = sweep(jobs, name, arguments.every, arguments.offset)
+        print(f"{name}: {result} ({time.monotonic() - began:.0f} s)", *result.failures, sep="\n  ", flush=True)
+        total.add(result)
+    print(f"all: {total}")
+    return bool(total.failures)
 
 
 if __name__ == "__main__":

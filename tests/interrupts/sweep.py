@@ -14,7 +14,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -47,30 +47,64 @@ class Result:
     tried: int = 0  # points that the run came to again
     failures: list[str] = field(default_factory=list)
 
+    def add(self, other: Result) -> None:
+        self.opcodes += other.opcodes
+        self.points += other.points
+        self.tried += other.tried
+        self.failures += other.failures
+
     def __str__(self) -> str:
         return f"{self.opcodes} opcodes, {self.points} points, {self.tried} tried, {len(self.failures)} failed"
 
 
-def sweep(name: str, every: int = 1, offset: int = 0) -> Result:
+class Jobs:
+    """A job of two workers to interrupt; another one after each failure. At the end both workers shut down in time."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._job: Cluster | None = None
+
+    def job(self) -> Cluster:
+        if self._job is None:
+            self._job = self._stack.enter_context(processes(2, timeout=280, check=False))
+            _both(self._job, begin)
+        return self._job
+
+    def discard(self) -> None:
+        """Something is broken in the job, and was reported."""
+        if self._job is not None:
+            for rank in range(2):
+                self._job.kill(rank)
+            self._job = None
+            self._stack.close()
+
+    def __enter__(self) -> Jobs:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if self._job is not None and kind is None:
+                _both(self._job, end)
+        except BaseException:
+            self.discard()
+            raise
+        finally:
+            self._stack.close()
+
+
+def sweep(jobs: Jobs, name: str, every: int = 1, offset: int = 0) -> Result:
     """Interrupt a program at every ``every``-th of its points, beginning with the ``offset``-th."""
     result = Result()
-    todo: Sequence[Point] | None = None
-    while todo is None or todo:
-        with processes(2, timeout=280, check=False) as job:
-            _both(job, begin)
-            if todo is None:
-                result.opcodes, points = job.run(0, find_points, name)
-                result.points = len(points)
-                todo = points[offset % every :: every]
-            done, tried, failure = job.run(0, interrupt_at_each, name, todo)
-            result.tried += tried
-            todo = todo[done:]
-            if failure is None:
-                _both(job, end)
-            else:
-                result.failures.append(f"{name}: {failure}")
-                for rank in range(2):
-                    job.kill(rank)
+    result.opcodes, points = jobs.job().run(0, find_points, name)
+    result.points = len(points)
+    todo = points[offset % every :: every]
+    while todo:
+        done, tried, failure = jobs.job().run(0, interrupt_at_each, name, todo)
+        result.tried += tried
+        todo = todo[done:]
+        if failure is not None:
+            result.failures.append(f"{name}: {failure}")
+            jobs.discard()
     return result
 
 
@@ -264,6 +298,7 @@ def _check(name: str) -> None:
     agent = current_agent()
     for connection in list(agent.peers.connections.values()):
         connection.validate()
+    agent._loop._timers.validate()
     references = agent.references
     references._guard.locked(references._machine.validate)
     held = [lock for lock in _locks() if not _is_free(lock)]

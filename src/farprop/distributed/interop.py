@@ -68,9 +68,11 @@ def is_done_within(future: Future[Any], timeout: timedelta) -> bool:
     """Wait for a future up to ``timeout``; True also if it ends with an error."""
     if future.done():
         return True
-    ended = threading.Event()
-    future.add_done_callback(lambda _: ended.set())
-    return ended.wait(min(timeout.total_seconds(), threading.TIMEOUT_MAX))
+    # The callback is C code, which ignores its argument: torch would swallow an interrupt in Python code.
+    ended = threading.Lock()
+    ended.acquire()
+    future.add_done_callback(ended.__exit__)  # type: ignore[arg-type]
+    return ended.acquire(timeout=min(timeout.total_seconds(), threading.TIMEOUT_MAX)) or future.done()
 
 
 def result_of(future: Future[Any]) -> Any:

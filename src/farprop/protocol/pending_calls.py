@@ -71,8 +71,9 @@ class PendingCalls(Generic[Call]):
 
     def _drop_dead_deadlines(self) -> None:
         # Answered calls leave their deadlines in the heap; without this it would grow with every call.
-        self._deadlines = [entry for entry in self._deadlines if entry[1] in self._calls]
-        heapq.heapify(self._deadlines)
+        deadlines = [entry for entry in self._deadlines if entry[1] in self._calls]
+        heapq.heapify(deadlines)
+        self._deadlines = deadlines
 
     def validate(self) -> None:
         live = {call_id for _, call_id in self._deadlines}

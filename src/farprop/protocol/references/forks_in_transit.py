@@ -30,6 +30,11 @@ class ForksInTransit:
             return Fork(source.owner, source.rref, source.fork, exists=True, lent=True)
         return None
 
+    def fork(self, source: UserReference | OwnedValue, to: int, route: object) -> Fork:
+        made = self.prepare(source)
+        self.send(made, source, to, route)
+        return made
+
     def prepare(self, source: UserReference | OwnedValue) -> Fork:
         if isinstance(source, OwnedValue):
             return Fork(self._plane.own_rank, source.rref, self._plane.new_id(), exists=True)

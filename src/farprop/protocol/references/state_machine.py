@@ -51,13 +51,19 @@ class RRefStateMachine:
 
     # The program of this worker
 
-    def prepare(self, owner: int) -> UserReference:
-        """A reference for ``create``. This changes nothing, and needs no lock."""
+    def create(self, owner: int) -> UserReference:
+        """``remote()`` is about to call ``owner``, another worker: the reference to what the call will make."""
+        reference = self._users.prepare(owner)
+        self._users.add(reference)
+        return reference
+
+    def prepare_reference(self, owner: int) -> UserReference:
+        """A reference for ``add_reference``. This changes nothing, and needs no lock."""
         return self._users.prepare(owner)
 
-    def create(self, reference: UserReference) -> None:
-        """``remote()`` is about to call another worker; the reference is to what the call will make."""
-        self._users.create(reference)
+    def add_reference(self, reference: UserReference) -> None:
+        """As ``create``, for one that was prepared, so that the caller has it even if this is interrupted."""
+        self._users.add(reference)
 
     def made(self, reference: UserReference) -> None:
         """The owner has answered the call that makes the value."""
@@ -67,7 +73,7 @@ class RRefStateMachine:
         """The call that makes the value gets no answer.
 
         Args:
-            reference: What ``create`` got.
+            reference: What ``create`` returned.
             lost: The call itself may be lost. Otherwise it will arrive, or has.
         """
         self._users.unanswered(reference, lost)
@@ -88,9 +94,7 @@ class RRefStateMachine:
             to: The receiver.
             route: The connection; ``route_lost`` names it if it breaks.
         """
-        fork = self._transit.prepare(source)
-        self._transit.send(fork, source, to, route)
-        return fork
+        return self._transit.fork(source, to, route)
 
     def prepare_fork(self, source: UserReference | OwnedValue) -> Fork:
         """A fork for ``send_fork``. This changes nothing, and needs no lock."""

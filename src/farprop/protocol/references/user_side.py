@@ -31,7 +31,7 @@ class UserSide:
     def prepare(self, owner: int) -> UserReference:
         return UserReference(owner, self._plane.new_id(), self._plane.new_id(), None, User.CREATING, exists=False)
 
-    def create(self, reference: UserReference) -> None:
+    def add(self, reference: UserReference) -> None:
         self.references[reference.fork] = reference
         if reference.owner in self._plane.dead:
             self.move(reference, UserEvent.OWNER_DIED)

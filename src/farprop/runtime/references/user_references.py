@@ -80,13 +80,13 @@ class UserReferences:
 
     def prepare(self, owner: int, site: str) -> RRefHandle:
         """A handle for ``create``; ``site`` is the line of the program, for inspection."""
-        record = self._machine.prepare(owner)
+        record = self._machine.prepare_reference(owner)
         record.info = ReferenceInfo(site)
         return self.hold(record)
 
     def create(self, record: UserReference) -> None:
         """``remote()`` is about to call another worker. Somebody holds the handle, so an interrupt leaks nothing."""
-        self._guard.run(self._machine.create, record)
+        self._guard.run(self._machine.add_reference, record)
 
     def created(self, record: UserReference) -> None:
         """The owner has answered the call that makes the value."""
