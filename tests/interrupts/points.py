@@ -1,13 +1,13 @@
 """Every place where CPython can raise ``KeyboardInterrupt`` in farprop's code, and an interrupt at any one of them.
 
-A signal that arrives while an opcode runs is handled at the next opcode that looks for signals: the start of a function,
-a jump backwards, and the end of a call. So an interrupt at every opcode is an interrupt at each of these. ``Interrupts``
-follows the opcodes of a run with ``sys.settrace``, and makes a signal pending just before one of them. The interpreter
-itself then delivers it, exactly where it would deliver a real one: to raise from the trace function would also try places
-that no interrupt can reach, such as between the end of a ``with`` block and its lock's release.
+A signal that arrives while an opcode runs is handled at the next opcode that looks for signals: the start of a
+function, a jump backwards, and the end of a call. So an interrupt at every opcode is an interrupt at each of these.
+``Interrupts`` follows the opcodes of a run with ``sys.settrace``, and makes a signal pending just before one of them.
+The interpreter itself then delivers it, exactly where it would deliver a real one. To raise from the trace function
+would also try places that no interrupt can reach, such as between the end of a ``with`` block and its lock's release.
 
-System calls and waits for locks are interrupted from inside, before they have done anything. There the trace function does
-raise, in place of the call.
+System calls and waits for locks are interrupted from inside, before they have done anything. There the trace function
+does raise, in place of the call.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _CHECKING = frozenset(
 _CALLS = frozenset(code for code, name in enumerate(dis.opname) if name.startswith("CALL"))
 _WITH = frozenset(code for code, name in enumerate(dis.opname) if name in ("BEFORE_WITH", "LOAD_SPECIAL"))
 # Calls that a signal ends early.
-_INTERRUPTIBLE = frozenset({"acquire", "wait", "poll", "recv_into", "send", "sendmsg", "recvmsg", "sleep", "join", "connect"})
+_INTERRUPTIBLE = frozenset(
+    {"acquire", "wait", "poll", "recv_into", "send", "sendmsg", "recvmsg", "sleep", "join", "connect"}
+)
 _TURNS = 3  # of a loop, or calls of one function, that are told apart
 
 
@@ -73,9 +75,9 @@ def _interruptible_calls(code: CodeType) -> frozenset[int]:
     """The offsets of calls that a signal ends early, and of locks that are waited for."""
     found = set()
     for instruction in dis.get_instructions(code):
-        if instruction.opcode in _WITH:
-            found.add(instruction.offset)
-        elif instruction.opcode in _CALLS and _called_name(code, instruction) in _INTERRUPTIBLE:
+        if instruction.opcode in _WITH or (
+            instruction.opcode in _CALLS and _called_name(code, instruction) in _INTERRUPTIBLE
+        ):
             found.add(instruction.offset)
     return frozenset(found)
 
@@ -92,7 +94,9 @@ def _called_name(code: CodeType, instruction: dis.Instruction) -> str | None:
     except SyntaxError:
         return None
     function = call.func if isinstance(call, ast.Call) else None
-    return function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else None
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else None
 
 
 class Interrupts:

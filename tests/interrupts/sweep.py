@@ -254,7 +254,9 @@ def interrupt_at_each(name: str, points: Sequence[Point]) -> tuple[int, int, str
             shown = "".join(traceback.format_exception_only(error)).strip()
             where = interrupts.delivered or "nowhere"
             place = traceback.extract_tb(error.__traceback__)[-4:]
-            failed = " < ".join(f"{entry.filename.rsplit('/', 1)[-1]}:{entry.lineno} {entry.name}" for entry in reversed(place))
+            failed = " < ".join(
+                f"{entry.filename.rsplit('/', 1)[-1]}:{entry.lineno} {entry.name}" for entry in reversed(place)
+            )
             return number + 1, tried, f"{point}\n  raised at {where}, {raised or 'swallowed'}\n  {shown}\n  in {failed}"
     return len(points), tried, None
 

@@ -489,7 +489,7 @@ class ClientConnection:
             with self._lock:
                 for message in reversed(messages):
                     if message.kind != NOTICE:
-                        pair = [None, message]
+                        pair: list[Any] = [None, message]
                         answered.append(pair)
                         # To store is not a call: an interrupt finds the call in the table or in the pair.
                         call = pair[0] = self._calls.answer(message.call_id)

@@ -15,7 +15,6 @@ from farprop.runtime.autograd.contexts import Context, current_context
 from farprop.runtime.dynamo_disable import uncompiled
 from farprop.runtime.thread_pool import pool_of_this_thread
 
-
 _LOOK_SECONDS = 0.5  # a thread that waits looks this often whether the future is done
 
 

@@ -83,7 +83,7 @@ class ReliableSender:
         return batch
 
     def forget(self, batch: Batch) -> None:
-        """The results of a batch were taken. Until then the batch stays: an interrupt must not lose the rest of them."""
+        """The results of a batch were taken. Until then it stays: an interrupt must not lose the rest of them."""
         count = len(batch.operations)
         del self._waiting[:count]
         self._batch = None

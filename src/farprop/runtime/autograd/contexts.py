@@ -58,7 +58,9 @@ class Context:
         self.aborted: set[PassId] = set()
         self.lock = make_lock("context")
         self.is_released = False
-        self.manager: Callable[[], object] | None = None  # a weak reference to the ``with`` statement's, if there is one
+        self.manager: Callable[[], object] | None = (
+            None  # a weak reference to the ``with`` statement's, if there is one
+        )
         self.call_traces: dict[int, str] = {}  # in anomaly mode, by send: the calls that led to it
         self._new_message_id = new_message_id
         self._reaches: dict[int, Reach] = {}

@@ -24,7 +24,18 @@ class RemoteCall(FutureCall):
     then, so that an interrupt can't lose it.
     """
 
-    __slots__ = ("_dialect", "_done", "_error", "_future", "_profile", "_references", "item", "keep", "quick", "subject")
+    __slots__ = (
+        "_dialect",
+        "_done",
+        "_error",
+        "_future",
+        "_profile",
+        "_references",
+        "item",
+        "keep",
+        "quick",
+        "subject",
+    )
 
     def __init__(
         self,
