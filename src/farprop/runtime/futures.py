@@ -13,6 +13,7 @@ from farprop._torch import set_unwrap_function, wait
 from farprop.errors import renewed, without_frames
 from farprop.runtime.autograd.contexts import Context, current_context
 from farprop.runtime.dynamo_disable import uncompiled
+from farprop.runtime.sync import DoneSignal
 from farprop.runtime.thread_pool import pool_of_this_thread
 
 _LOOK_SECONDS = 0.5  # a thread that waits looks this often whether the future is done
@@ -88,13 +89,11 @@ def wait_on_pool(future: torch.futures.Future[Any]) -> Any:
             with pool.blocked():
                 return wait(future)
         if threading.get_ident() == threading.main_thread().ident:
-            # Torch's own wait does not handle signals; waiting for a lock does. The callback is C code, which ignores
-            # its argument: torch would swallow an interrupt in Python code, and with it the wake-up.
-            done = threading.Lock()
-            done.acquire()
-            future.add_done_callback(done.__exit__)  # type: ignore[arg-type]
+            # Torch's own wait does not handle signals; waiting for a lock does.
+            done = DoneSignal()
+            future.add_done_callback(done.on_done)
             while not future.done():
-                done.acquire(timeout=_LOOK_SECONDS)
+                done.wait(timeout=_LOOK_SECONDS)
     return wait(future)
 
 

@@ -50,8 +50,8 @@ class TimerHeap:
     def __init__(self) -> None:
         self.next_deadline: float | None = None  # read without the lock by the thread that sleeps until then
         self._lock = make_lock("timers")
-        # The numbers decide between equal times. To compare such tuples runs no Python code, so an interrupt can't leave
-        # the heap half sorted.
+        # The numbers decide between equal times. To compare such tuples runs no Python code, so an interrupt can't
+        # leave the heap half sorted.
         self._heap: list[tuple[float, int, TimerHandle]] = []
         self._numbers = itertools.count()
         self._cancelled = 0  # how many in the heap are
