@@ -18,6 +18,7 @@ _OFFSET = random.SystemRandom().randrange(1000)
 @pytest.fixture(scope="module")
 def jobs() -> Iterator[Jobs]:
     with Jobs() as made:
+        made.job()
         yield made
 
 
