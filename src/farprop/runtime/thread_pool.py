@@ -164,11 +164,18 @@ class ThreadPool:
     def _spawn(self, as_leader: bool) -> None:
         ready = OneShot()
         thread = threading.Thread(target=self._thread_main, args=(ready,), name=f"farprop-{self._name}", daemon=True)
-        self._threads.add(thread)
-        thread.start()
-        if as_leader:
-            self._leader = thread.ident
-        ready.set()
+        try:
+            self._threads.add(thread)
+            thread.start()
+        except BaseException:
+            # Interrupted, or there is no room for a thread. It may run nevertheless, but nobody can wait for it.
+            if thread.ident is None:
+                self._threads.discard(thread)
+            raise
+        finally:
+            if as_leader:
+                self._leader = thread.ident
+            ready.set()
 
     def _thread_main(self, ready: OneShot) -> None:
         this_thread.pool = self
