@@ -152,7 +152,10 @@ class ThreadPool:
             if self._leader is None:
                 self._hand_over_polling()
             elif self._idle:
-                _, idle = self._idle.popitem()
+                # An interrupt can't come between the last two lines: nothing is called there.
+                last = next(reversed(self._idle))
+                idle = self._idle[last]
+                del self._idle[last]
                 idle.set()
             elif len(self._threads) < _MAX_THREADS and (
                 (self._answers and self._answering < _MAX_ANSWERING) or self._running < self._limit
@@ -275,7 +278,10 @@ class ThreadPool:
         if self._closed:
             self._leader = None
         elif self._idle:
-            self._leader, idle = self._idle.popitem()
+            last = next(reversed(self._idle))  # as in ``recruit``
+            idle = self._idle[last]
+            del self._idle[last]
+            self._leader = last
             idle.set()
         else:
             self._spawn(as_leader=True)
