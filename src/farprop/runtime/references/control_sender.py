@@ -131,8 +131,9 @@ class ControlSender:
             else:
                 self._transport.submit(self._transmit, peer)
         except BaseException:
-            if ours:
-                self._sending.pop(peer, None)
+            # Without a call, so that a second interrupt can't come before it.
+            if ours and peer in self._sending:
+                del self._sending[peer]
             raise
 
     def _transmit(self, peer: int) -> None:
