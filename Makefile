@@ -6,16 +6,19 @@ SECONDS ?= 600
 RUN := .venv/bin/python
 READY := .venv/.installed
 
-.PHONY: help demo test bench bench-hosts bench-scaling bench-peers clients conformance sim fuzz lint format clean
+.PHONY: help demo test interrupts bench bench-hosts bench-scaling bench-peers clients conformance sim fuzz lint format clean
 
 help:
-	@echo "make demo | test | lint | format | bench | bench-hosts | bench-scaling | bench-peers | clients | conformance [ONLY=Class] [REQUIRED=1] | sim | fuzz [SECONDS=600] [TARGET=name] | clean"
+	@echo "make demo | test | interrupts [ONLY=program] | lint | format | bench | bench-hosts | bench-scaling | bench-peers | clients | conformance [ONLY=Class] [REQUIRED=1] | sim | fuzz [SECONDS=600] [TARGET=name] | clean"
 
 demo: $(READY)
 	@$(RUN) examples/demo.py
 
 test: $(READY)
 	@$(RUN) -m pytest
+
+interrupts: $(READY)
+	@$(RUN) -m tests.interrupts $(ONLY)
 
 bench: $(READY)
 	@$(RUN) -m bench

@@ -136,6 +136,10 @@ set_unwrap_function: Any = _find("torch._C.Future._set_unwrap_func", _FUTURES, N
 _VIEWS = "quick looks at views that are sent to other workers"
 _HOOKS = "hooks of leaves in distributed backward passes"
 _TAKING = "gradients that are taken as they come, without a copy"
+# C code, for ``finally``: an interrupt at the start of the ``__exit__`` of ``torch.no_grad`` would leave its mode on.
+set_grad_enabled: Any = _find(
+    "torch._C._set_grad_enabled", "a grad mode that interrupts leave as it was", torch.set_grad_enabled
+)
 # The node of a view is looked up in another way. The fallback treats every tensor as a view.
 is_view: Any = _find("torch.Tensor._is_view", _VIEWS, lambda tensor: True)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import farprop.rpc as rpc
+from farprop.runtime.agent_registry import current_agent
 from tests.calls import functions as f
 from tests.references import functions as g
 from tests.references.looking import wait_until
@@ -153,3 +155,45 @@ def test_a_finaliser_may_make_calls(workers: Cluster, body: Any) -> None:
 
 def _forget() -> None:
     said.clear()
+
+
+class _Making:
+    """Garbage with a cycle. Its finaliser makes references and drops one, wherever the collector runs it."""
+
+    def __init__(self, kept: list[rpc.RRef[int]], failures: list[BaseException]) -> None:
+        self.itself = self
+        self.other = kept.pop() if kept else None
+        self._kept = kept
+        self._failures = failures
+
+    def __del__(self) -> None:
+        try:
+            self.other = None
+            self._kept.append(rpc.RRef(1))
+        except BaseException as error:
+            self._failures.append(error)
+
+
+def _collect_under_the_lock() -> int:
+    """Has the collector run inside of the machine: every step there makes garbage, and collects it."""
+    guard = current_agent().references._guard
+    made: list[rpc.RRef[int]] = []
+    failures: list[BaseException] = []
+    locked = guard.locked
+
+    def step(action: Any, *args: Any) -> Any:
+        _Making(made, failures)
+        gc.collect()
+        return action(*args)
+
+    with mock.patch.object(guard, "locked", lambda action, *args: locked(step, action, *args)):
+        for _ in range(20):
+            mine = rpc.RRef(2)
+            rpc.rpc_sync("worker1", repr, args=(mine,))
+            made.append(rpc.remote("worker1", f.add, args=(1,)))
+    assert not failures, failures
+    return len(made)
+
+
+def test_finaliser_makes_and_drops_references_inside_of_the_machine(workers: Cluster) -> None:
+    assert workers.run(0, _collect_under_the_lock)

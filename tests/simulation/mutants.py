@@ -30,6 +30,7 @@ __all__ = ["MUTANTS", "mutated"]
 
 _arrive, _fork, _release = ForksInTransit.arrive, ForksInTransit.fork, ForksInTransit.release
 _revoke, _transit_on_death = ForksInTransit.revoke, ForksInTransit.on_death
+_forget = ReliableSender.forget
 _come_home, _find_or_await, _forgo = OwnerSide.come_home, OwnerSide._find_or_await, OwnerSide.forgo
 _recall, _owner_on_death, _borrow = OwnerSide.recall, OwnerSide.on_death, OwnerSide.borrow
 _release_if_free, _on_registered, _release_parent = (
@@ -48,26 +49,19 @@ def batches_done_again(self: ReliableReceiver, batch: Batch, execute: Callable[[
     return ControlReply(batch.number, bytes([execute(operation) for operation in batch.operations]))
 
 
-@mutant(ReliableSender, "replied")
-def numbers_restart(self: ReliableSender, reply: ControlReply) -> Batch | None:
+@mutant(ReliableSender, "forget")
+def numbers_restart(self: ReliableSender, batch: Batch) -> None:
     """The numbers of batches start again when everything is answered."""
-    batch = self._batch
-    if batch is None or batch.number != reply.number or len(reply.results) != len(batch.operations):
-        return None
-    self._batch = None
+    _forget(self, batch)
     if not self._waiting:
         self._number = 0
-    return batch
 
 
-@mutant(ReliableSender, "replied")
+@mutant(ReliableSender, "batch_of")
 def any_reply_will_do(self: ReliableSender, reply: ControlReply) -> Batch | None:
     """A reply to an earlier batch is taken for one to this."""
     batch = self._batch
-    if batch is None or len(reply.results) != len(batch.operations):
-        return None
-    self._batch = None
-    return batch
+    return None if batch is None or len(reply.results) != len(batch.operations) else batch
 
 
 @mutant(ReliableSender, "current")
@@ -76,9 +70,8 @@ def batches_grow(self: ReliableSender) -> Batch | None:
     if self._batch is None and self._waiting:
         self._number += 1
         self._batch = Batch(self._number, ())
-    if self._batch is not None and self._waiting:
-        self._batch = Batch(self._number, (*self._batch.operations, *self._waiting))
-        self._waiting.clear()
+    if self._batch is not None:
+        self._batch = Batch(self._number, tuple(self._waiting))
     return self._batch
 
 

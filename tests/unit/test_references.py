@@ -710,6 +710,14 @@ def operation(number: int) -> Operation:
     return Operation(OperationKind.DELETE, GlobalId(1, number), GlobalId(2, number))
 
 
+def _replied(outbox: ReliableSender, reply: ControlReply) -> Batch | None:
+    """Take a reply, and its results."""
+    batch = outbox.batch_of(reply)
+    if batch is not None:
+        outbox.forget(batch)
+    return batch
+
+
 def test_one_batch_at_a_time() -> None:
     outbox = ReliableSender()
     assert outbox.current() is None
@@ -721,9 +729,9 @@ def test_one_batch_at_a_time() -> None:
     outbox.add(operation(2))
     assert outbox.current() is batch
     assert outbox.operations() == [operation(1), operation(2)]
-    assert outbox.replied(ControlReply(1, b"\1")) is batch
+    assert _replied(outbox, ControlReply(1, b"\1")) is batch
     assert outbox.current() == Batch(2, (operation(2),))
-    assert outbox.replied(ControlReply(2, b"\0")) == Batch(2, (operation(2),))
+    assert _replied(outbox, ControlReply(2, b"\0")) == Batch(2, (operation(2),))
     assert outbox.empty
     outbox.add(operation(3))
     assert outbox.current() == Batch(3, (operation(3),)), "numbers go on"
@@ -731,13 +739,13 @@ def test_one_batch_at_a_time() -> None:
 
 def test_unexpected_replies_are_ignored() -> None:
     outbox = ReliableSender()
-    assert outbox.replied(ControlReply(1, b"\1")) is None
+    assert _replied(outbox, ControlReply(1, b"\1")) is None
     outbox.add(operation(1))
     outbox.current()
     for reply in (ControlReply(0, b"\1"), ControlReply(2, b"\1"), ControlReply(1, b""), ControlReply(1, b"\1\1")):
-        assert outbox.replied(reply) is None
-    assert outbox.replied(ControlReply(1, b"\1")) is not None
-    assert outbox.replied(ControlReply(1, b"\1")) is None
+        assert _replied(outbox, reply) is None
+    assert _replied(outbox, ControlReply(1, b"\1")) is not None
+    assert _replied(outbox, ControlReply(1, b"\1")) is None
 
 
 def test_batch_size_is_limited() -> None:
@@ -747,7 +755,7 @@ def test_batch_size_is_limited() -> None:
     batch = outbox.current()
     assert batch is not None
     assert len(batch.operations) == MAX_OPERATIONS
-    outbox.replied(ControlReply(1, bytes(MAX_OPERATIONS)))
+    _replied(outbox, ControlReply(1, bytes(MAX_OPERATIONS)))
     assert outbox.current() == Batch(2, (operation(MAX_OPERATIONS),))
 
 

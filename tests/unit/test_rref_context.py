@@ -16,6 +16,7 @@ from farprop.protocol.references.records import Fork, OwnedValue
 from farprop.runtime.client_connection import FutureCall
 from farprop.runtime.references.owned_values import ValueSlot
 from farprop.runtime.references.rref_context import RRefContext
+from farprop.runtime.references.user_references import RRefHandle
 from farprop.runtime.timers import TimerHandle, TimerHeap
 from farprop.wire.dialect import PICKLES
 from farprop.wire.message import Message, pack_operations
@@ -104,6 +105,13 @@ class Worker:
         slot = ValueSlot()
         slot.fill(value)
         return self.context.values.own(slot)
+
+    def create(self, owner: int, register: bool = True) -> RRefHandle:
+        """What ``remote()`` makes."""
+        handle = self.context.users.prepare(owner, "here")
+        if register:
+            self.context.users.create(handle.record)
+        return handle
 
     def operate(self, sender: int, number: int, *operations: Operation, instance: str = "a") -> bytes:
         return self.context.operate(sender, instance, number, pack_operations(operations))
@@ -257,7 +265,7 @@ def test_fork_in_doubt_is_revoked(worker: Worker) -> None:
 
 @pytest.mark.parametrize("sent", [True, False])
 def test_abandoned_creation_leaves_no_reference(worker: Worker, sent: bool) -> None:
-    record = worker.context.users.create(ANN, "here")
+    record = worker.create(ANN).record
     worker.context.abandon(record, sent)
     worker.run_all()
     assert worker.transport.sent_kinds() == ([(ANN, OperationKind.RECALL), (ANN, OperationKind.FORGO)] if sent else [])
@@ -270,9 +278,8 @@ def test_abandoned_creation_leaves_no_reference(worker: Worker, sent: bool) -> N
 @pytest.mark.parametrize("error", [RuntimeError("the store is gone"), OSError("no descriptors"), KeyError(1)])
 def test_batch_is_sent_again_after_any_error(worker: Worker, error: Exception) -> None:
     worker.transport.batch_failures.append(error)
-    record = worker.context.users.create(ANN, "here")
-    worker.context.users.created(record)
-    held = worker.context.users.hold(record)
+    held = worker.create(ANN)
+    worker.context.users.created(held.record)
     del held
     worker.run_all()
     worker.run_all()
@@ -342,14 +349,23 @@ def test_finaliser_that_re_enters_the_context_raises(worker: Worker) -> None:
     """It would deadlock: the lock is held by its own thread."""
     context = worker.context
 
-    def finaliser() -> None:
-        context.values.own(ValueSlot())
-
-    (outcome,) = run_with_timeout(lambda: context._do(finaliser))
+    (outcome,) = run_with_timeout(lambda: context._do(context.counts))
     assert isinstance(outcome, UsageError)
     assert "__del__" in str(outcome)
     # The context is usable again.
-    assert run_with_timeout(lambda: context.values.own(ValueSlot()).state.name) == ["FREED"]
+    assert run_with_timeout(lambda: context.settled) == [True]
+
+
+def test_finaliser_inside_the_context_may_make_and_drop_references(worker: Worker) -> None:
+    context = worker.context
+
+    def finaliser() -> str:
+        worker.create(ANN, register=False)  # and drops it
+        return context.values.own(ValueSlot()).state.name
+
+    assert run_with_timeout(lambda: context._do(finaliser)) == ["FREED"]
+    worker.run_all()
+    worker.assert_empty()
 
 
 _USES: dict[str, Callable[[RRefContext], object]] = {
@@ -377,7 +393,7 @@ def test_finaliser_raises_whatever_its_thread_does_inside_the_context(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, use: str, step: str
 ) -> None:
     def collect_garbage(*args: object) -> None:
-        worker.context.values.own(ValueSlot())
+        worker.create(ANN)
 
     monkeypatch.setattr(worker.context._machine, step, collect_garbage)
     (outcome,) = run_with_timeout(lambda: _USES[use](worker.context))

@@ -11,8 +11,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import torch
 
@@ -48,16 +50,45 @@ class context:  # noqa: N801
         UsageError: This thread is in a context already.
     """
 
+    autograd_context: DistAutogradContext | None = None
+    _has_ended = False
+
     @uncompiled
     def __enter__(self) -> int:
-        self.autograd_context = _new_context()
-        return self.autograd_context._context_id()
+        before = self.autograd_context
+        try:
+            return _new_context(self)._context_id()
+        except BaseException:
+            if self.autograd_context is not before:
+                self._end()
+            raise
 
     @uncompiled
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _release_context(self.autograd_context._context_id())
+        assert self.autograd_context is not None
+        try:
+            _release_context(self.autograd_context._context_id())
+            self._has_ended = True
+        except BaseException:
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        """End an interrupted context. Takes no lock: a finaliser calls it, too."""
+        ended = self.autograd_context
+        if ended is not None:
+            if current_context.get() is ended:
+                current_context.set(None)
+            agent = agent_registry.installed
+            if agent is not None:
+                agent.context_cleanup.release_soon(ended.id)
+
+    def __del__(self) -> None:
+        # An interrupt may have come before the first line of ``__exit__``.
+        if not self._has_ended:
+            self._end()
 
 
 @uncompiled
@@ -171,13 +202,31 @@ def _driver() -> BackwardDriver:
 # Torch's private names
 
 
-def _new_context() -> DistAutogradContext:
-    """Make a new context and make it current in this thread."""
-    if current_context.get() is not None:
+def _new_context(manager: context | None = None) -> DistAutogradContext:
+    """Make a new context and make it current in this thread. ``manager`` gets it, too, if there is one."""
+    found = current_context.get()
+    if found is not None and not _was_interrupted(found):
         raise UsageError("Already have an autograd context id for this thread. Contexts can't be nested.")
+    watch = None if manager is None else weakref.ref(manager)
     made = _driver().contexts.new()
+    # An interrupt can't come before the manager has it: nothing is called here.
+    made.manager = watch
+    if manager is not None:
+        manager.autograd_context = made
     current_context.set(made)
     return made
+
+
+def _was_interrupted(found: DistAutogradContext) -> bool:
+    """Whether an interrupt came before the first line of ``__exit__``, so that the context is still current."""
+    if found.manager is None:
+        return False
+    manager = found.manager()
+    if manager is None:
+        return True
+    # The traceback of the interrupt may still hold the frame of ``__exit__``, and so the manager.
+    holders = gc.get_referrers(manager)
+    return any(isinstance(holder, FrameType) and holder.f_code is context.__exit__.__code__ for holder in holders)
 
 
 def _current_context() -> DistAutogradContext:

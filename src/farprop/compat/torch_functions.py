@@ -15,6 +15,7 @@ from farprop.runtime.agent_registry import current_agent, is_agent_set
 
 __all__ = ["monitored_barrier", "wait_all"]
 
+_LOOK_SECONDS = 0.5  # how often ``wait_all`` looks whether all futures are done
 _monitored_barrier = dist.monitored_barrier
 
 
@@ -65,7 +66,9 @@ def wait_all(futures: Sequence["torch.futures.Future[Any]"]) -> list[Any]:
         if errors:
             break
     with _outside_thread_limit():
-        settled.wait()
+        # The event alone is not enough: torch swallows an interrupt in a callback that it runs at once.
+        while not settled.wait(_LOOK_SECONDS) and not all(future.done() for future in futures):
+            pass
     if errors:
         # Clearing the list breaks the cycle error -> traceback -> frame -> list.
         error, errors[:] = errors[0], []

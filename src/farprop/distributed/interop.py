@@ -17,6 +17,7 @@ from torch.futures import Future
 
 from farprop._torch import without_overrides
 from farprop.errors import CollectiveError, CollectiveTimeoutError, renewed, without_frames
+from farprop.runtime.sync import DoneSignal
 
 NO_TIMEOUT = timedelta(0)
 
@@ -68,9 +69,9 @@ def is_done_within(future: Future[Any], timeout: timedelta) -> bool:
     """Wait for a future up to ``timeout``; True also if it ends with an error."""
     if future.done():
         return True
-    ended = threading.Event()
-    future.add_done_callback(lambda _: ended.set())
-    return ended.wait(min(timeout.total_seconds(), threading.TIMEOUT_MAX))
+    ended = DoneSignal()
+    future.add_done_callback(ended.on_done)
+    return ended.wait(timeout=min(timeout.total_seconds(), threading.TIMEOUT_MAX)) or future.done()
 
 
 def result_of(future: Future[Any]) -> Any:

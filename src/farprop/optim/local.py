@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -14,20 +14,26 @@ import farprop.autograd as dist_autograd
 from farprop._torch import tree_map
 from farprop.locks import make_lock
 from farprop.rpc import RRef, expose
-from farprop.runtime.thread_pool import pool_of_this_thread
+from farprop.runtime.thread_pool import ThreadPool, pool_of_this_thread
 
 # One lock for all local optimizers of this worker: several trainers may each have an optimizer for the same parameters,
 # and a step replaces the parameters' ``.grad`` while it runs.
 _lock = make_lock("optimizer_step")
 
 
+def _exclusive() -> AbstractContextManager[object]:
+    """Hold the lock: no other step runs and no state is read meanwhile. Outside of the pool it is the lock itself:
+    an interrupt can't leave that held.
+    """
+    pool = pool_of_this_thread()
+    return _lock if pool is None else _exclusive_in(pool)
+
+
 @contextmanager
-def _exclusive() -> Iterator[None]:
-    """Hold the lock: no other step runs and no state is read meanwhile."""
+def _exclusive_in(pool: ThreadPool) -> Iterator[None]:
     if not _lock.acquire(blocking=False):
         # A thread that waits here does not count against the pool: an optimizer may make calls that need a thread.
-        pool = pool_of_this_thread()
-        with nullcontext() if pool is None else pool.blocked():
+        with pool.blocked():
             _lock.acquire()
     try:
         yield
@@ -66,8 +72,16 @@ class _LocalOptimizer:
     def step(self, autograd_ctx_id: int) -> None:
         """Step with the gradients of a context. Parameters without one are left alone."""
         gradients = dist_autograd.get_gradients(autograd_ctx_id)
-        with _exclusive(), _as_grad(self._local_params, gradients):
-            self.optim.step()
+        with _exclusive():
+            before = [(parameter, parameter.grad) for parameter in self._local_params]
+            try:
+                # Optimizers read gradients in ``.grad``. The program's own are put back afterwards.
+                _set_grads((parameter, gradients.get(parameter)) for parameter in self._local_params)
+                self.optim.step()
+                _set_grads(before)
+            except BaseException:
+                _set_grads(before)  # also if putting them back was interrupted
+                raise
 
     @expose
     def make_scheduler(
@@ -132,17 +146,9 @@ def _local_optimizer_step(local_optim_rref: RRef[_LocalOptimizer], autograd_ctx_
     local_optim_rref.local_value().step(autograd_ctx_id)
 
 
-@contextmanager
-def _as_grad(parameters: Sequence[torch.Tensor], gradients: dict[torch.Tensor, torch.Tensor]) -> Iterator[None]:
-    """Put gradients into ``.grad``, where optimizers read them, and restore the program's own afterwards."""
-    before = [(parameter, parameter.grad) for parameter in parameters]
-    try:
-        for parameter in parameters:
-            parameter.grad = gradients.get(parameter)
-        yield
-    finally:
-        for parameter, grad in before:
-            parameter.grad = grad
+def _set_grads(grads: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    for parameter, grad in grads:
+        parameter.grad = grad
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

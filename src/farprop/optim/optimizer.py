@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import farprop.autograd as dist_autograd
 import farprop.rpc as rpc
+from farprop._torch import set_grad_enabled
 from farprop.errors import UsageError
 from farprop.optim.local import _local_optimizer_step as _local_optimizer_step
 from farprop.optim.local import _LocalOptimizer as _LocalOptimizer
@@ -246,12 +247,16 @@ def _run_on_all(
     errors: list[tuple[str, Exception]] = []
     started: list[tuple[str, torch.futures.Future[Any]]] = []
     # Tensors in the arguments are plain values. They must not become part of an autograd context.
-    with torch.no_grad():
+    before = torch.is_grad_enabled()
+    try:
+        set_grad_enabled(False)
         for worker, start in calls:
             try:
                 started.append((worker, start()))
             except Exception as error:
                 errors.append((worker, error))
+    finally:
+        set_grad_enabled(before)
     if meanwhile is not None:
         try:
             meanwhile[1]()
@@ -306,8 +311,12 @@ def _step_all(shards: Iterable[_WorkerShard], context_id: int) -> None:
 
 
 def _step_here(rref: RRef[_LocalOptimizer], context_id: int) -> None:
-    with torch.enable_grad():  # as in a called function
+    before = torch.is_grad_enabled()
+    try:
+        set_grad_enabled(True)  # as in a called function
         rref.local_value().step(context_id)
+    finally:
+        set_grad_enabled(before)
 
 
 # States. A worker is identified by the parameters that it has, because it may have another name in another job.

@@ -36,10 +36,13 @@ class PendingCalls(Generic[Call]):
 
     def answer(self, call_id: int) -> Call | None:
         """Remove and return the call that an answer belongs to; None if it has ended already."""
-        entry = self._calls.pop(call_id, None)
+        entry = self._calls.get(call_id)
         if len(self._deadlines) > 64 and len(self._deadlines) > 4 * len(self._calls):
             self._drop_dead_deadlines()
-        return None if entry is None else entry[0]
+        if entry is None:
+            return None
+        del self._calls[call_id]  # last, and not by a call: an interrupt finds the call here or at the caller
+        return entry[0]
 
     def next_deadline(self) -> float | None:
         """When to call ``expire`` next; None if no call has a deadline."""
@@ -63,17 +66,17 @@ class PendingCalls(Generic[Call]):
     def lost(self) -> list[Call]:
         """The peer is gone: remove and return all calls."""
         calls = [entry[0] for entry in self._calls.values()]
-        self._calls.clear()
-        self._deadlines.clear()
+        self._calls, self._deadlines = {}, []  # as in ``answer``
         return calls
 
     def _drop_dead_deadlines(self) -> None:
         # Answered calls leave their deadlines in the heap; without this it would grow with every call.
-        self._deadlines = [entry for entry in self._deadlines if entry[1] in self._calls]
-        heapq.heapify(self._deadlines)
+        deadlines = [entry for entry in self._deadlines if entry[1] in self._calls]
+        heapq.heapify(deadlines)
+        self._deadlines = deadlines
 
     def validate(self) -> None:
         live = {call_id for _, call_id in self._deadlines}
         for call_id, (_, deadline) in self._calls.items():
             assert deadline is None or call_id in live, f"the deadline of call {call_id} is not in the heap"
-        assert len(self._deadlines) <= max(64, 4 * len(self._calls)) + 1
+        assert len(self._deadlines) <= max(64, 4 * (len(self._calls) + 1)) + 1

@@ -556,7 +556,27 @@ def _report_leaks(agent: Agent, leaks: list[LiveReference], ignore: bool) -> Non
 
 
 def _finalize_shutdown() -> None:
+    """Stop farprop. In the main thread, another thread does it: an interrupt ends the wait, but not the shutdown."""
     agent = current_agent()
+    if threading.current_thread() is not threading.main_thread():
+        _stop(agent)
+        return
+    errors: list[BaseException] = []
+    stopping = threading.Thread(target=_stop_noting, args=(agent, errors), name="farprop-shutdown", daemon=True)
+    stopping.start()
+    stopping.join()
+    if errors:
+        raise errors[0]
+
+
+def _stop_noting(agent: Agent, errors: list[BaseException]) -> None:
+    try:
+        _stop(agent)
+    except BaseException as error:
+        errors.append(error)
+
+
+def _stop(agent: Agent) -> None:
     _reset_current_rpc_agent()
     agent.shutdown()
     saved_rrefs.release_all()

@@ -13,7 +13,6 @@ import torch
 from farprop._torch import compilation_unit, get_operation
 from farprop.errors import UsageError
 from farprop.ids import WorkerInfo
-from farprop.protocol.references.records import UserReference
 from farprop.rpc.constants import UNSET_RPC_TIMEOUT
 from farprop.rpc.functions import async_execution
 from farprop.rpc.internal import run_pickled, run_pickled_async
@@ -46,9 +45,11 @@ def create(
     agent = current_agent()
     seconds = agent.services.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else checked_timeout(timeout)
     call = agent.remote(to, function, args, kwargs, seconds, call_site(), profile, keep)
-    subject = call.subject
-    item = agent.references.users.hold(subject) if isinstance(subject, UserReference) else subject
-    return RRef._of(item, agent.references, to, call)
+    item = call.item
+    assert item is not None
+    rref = RRef._of(item, agent.references, to, call)
+    call.item = None  # the program has it now
+    return rref
 
 
 def _invoke_rpc_builtin(

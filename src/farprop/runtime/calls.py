@@ -12,7 +12,7 @@ import torch
 from farprop._torch import set_result
 from farprop.errors import ConnectionLostError, InjectedFaultError, RpcTimeoutError, UsageError
 from farprop.ids import WorkerInfo
-from farprop.protocol.references.records import Fork, OwnedValue, UserReference
+from farprop.protocol.references.records import Fork, OwnedValue
 from farprop.runtime import profiling
 from farprop.runtime.autograd.context_cleanup import EndedContexts
 from farprop.runtime.autograd.contexts import Context, current_context
@@ -24,6 +24,7 @@ from farprop.runtime.profiling import ProfiledFunction
 from farprop.runtime.references.owned_values import ValueSlot
 from farprop.runtime.references.remote_call import RemoteCall
 from farprop.runtime.references.rref_context import RRefContext
+from farprop.runtime.references.user_references import RRefHandle
 from farprop.wire.codec import decode_with
 from farprop.wire.dialect import Dialect
 from farprop.wire.function_names import shown_name
@@ -153,7 +154,7 @@ class Calls:
             keep: an object to keep alive until the call has ended.
 
         Returns:
-            The call. Its ``subject`` is the reference to the value.
+            The call. Its ``item`` is the reference to the value.
         """
         connection = self._peers.connect(to, timeout)
         rank = connection.rank
@@ -161,16 +162,20 @@ class Calls:
         if profile is not None:
             self._attach_profile(message, profile)
         references = self._references
-        subject: UserReference | OwnedValue
+        item: RRefHandle | OwnedValue
         if rank == self._own.id:
-            subject = references.values.own(ValueSlot(shown_name(message.name, function).encode(), site.encode()))
-            fork = references.values.own_call(subject)
+            item = references.values.own(ValueSlot(shown_name(message.name, function).encode(), site.encode()))
         else:
-            subject = references.users.create(rank, site)
-            fork = Fork(rank, subject.rref, subject.fork, exists=False)
+            item = references.users.prepare(rank, site)
+        call = RemoteCall(timeout, references, item, (keep, message.out_of_band), profile, self._dialect)
+        subject = call.subject
         sending = False
         try:
-            call = RemoteCall(timeout, references, subject, (keep, message.out_of_band), profile, self._dialect)
+            if isinstance(subject, OwnedValue):
+                fork = references.values.own_call(subject)
+            else:
+                references.users.create(subject)
+                fork = Fork(rank, subject.rref, subject.fork, exists=False)
             references.attach_refs(message, rank, connection, Creation(fork, site.encode()), lend=True)
             sending = True
             connection.call_async(message, call)
@@ -259,6 +264,7 @@ class FutureResponse(AwaitedCall):
     """A call whose outcome completes a future. The future's callbacks run on the thread that completes it."""
 
     __slots__ = (
+        "_again",
         "_connection",
         "_context",
         "_deadline",
@@ -286,7 +292,8 @@ class FutureResponse(AwaitedCall):
         self._future = future
         self._context = context
         self._sender = sender
-        self._open = [True]  # empty once it is finished: to pop is atomic
+        self._again = False
+        self._open = [True]  # empty once it is finished: to delete is atomic
         self.call_id = 0
         self.on_answered: Callable[[], None] | None = None
         self.keep: Sequence[Any] = ()  # references that are lent to the callee until the call has ended
@@ -302,23 +309,30 @@ class FutureResponse(AwaitedCall):
 
     def finish(self, answer: Message | None, error: Exception | None) -> None:
         try:
-            self._open.pop()
+            del self._open[0]
         except IndexError:
             return
-        value = None
-        if answer is not None:
-            if self.on_answered is not None:
-                self.on_answered()
-            try:
-                value = self._value_of(answer, self._context, self._sender)
-            except Exception as raised:
-                error = raised
-        if self.profile is not None:
-            self.profile.add(answer)
-        future = self._future
-        if error is None:
-            set_result(future, value)
-        else:
-            future.set_exception(error)
-        future.on_call_ended()
-        self.keep = ()
+        try:
+            value = None
+            if answer is not None:
+                if self.on_answered is not None:
+                    self.on_answered()
+                try:
+                    value = self._value_of(answer, self._context, self._sender)
+                except Exception as raised:
+                    error = raised
+            if self.profile is not None:
+                self.profile.add(answer)
+            future = self._future
+            if self._again and future.done():
+                pass  # the interrupt came after this
+            elif error is None:
+                set_result(future, value)
+            else:
+                future.set_exception(error)
+            future.on_call_ended()
+            self.keep = ()
+        except BaseException:
+            # Whoever is interrupted has another thread finish it.
+            self._again, self._open = True, [True]
+            raise

@@ -39,6 +39,7 @@ _OUTBOX_LIMIT = 256 << 20
 # With more open calls than this, small requests are sent together, after a short delay at most.
 _PIPELINED = 16
 _UNCORK_SECONDS = 0.001
+_LOOK_SECONDS = 0.5  # a caller that sleeps looks this often whether somebody reads
 
 
 class Waiter:
@@ -51,7 +52,7 @@ class Waiter:
     __slots__ = ("has_left", "leads", "outcome", "waker")
 
     def __init__(self) -> None:
-        self.has_left = False  # it was interrupted while it waited for a future
+        self.has_left = False  # it was interrupted, and does not read any more
         self.leads = False  # its thread polls in the loop's place, and does not wait for the waker
         self.outcome: Message | Exception | None = None
         self.waker: Waker | None = None
@@ -90,6 +91,8 @@ class AwaitedCall(FutureCall):
 
 class _LoopReads:
     """The value of ``_reader`` while the loop reads."""
+
+    has_left = False
 
 
 _LOOP = _LoopReads()
@@ -156,6 +159,7 @@ class ClientConnection:
         self._deadline_timer: TimerHandle | None = None  # for the nearest deadline of the open calls
         self._uncork_due = False  # a timer will send the requests that wait for more
         self._lost: str | None = None
+        self._to_fail: list[Waiter | FutureCall] = []  # calls that were open when the connection was lost
         self._spinner = Spinner()
         self._poller = select.poll()  # used by the reader
         self._connection: Connection
@@ -203,7 +207,7 @@ class ClientConnection:
         if self._connection.outbox_bytes > _OUTBOX_LIMIT:
             self._wait_for_room(timeout)
         deadline = None if timeout is None else _now() + timeout
-        # From here on Ctrl-C may interrupt any line, and must leave nothing of this call behind.
+        # From here on Ctrl-C must leave nothing of this call behind.
         try:
             with self._lock:
                 if self._lost is not None:
@@ -213,9 +217,12 @@ class ClientConnection:
                 self.sent += not message.flags & SYSTEM
             self._send(message, call_id, timeout)
             self._wait(call, deadline, pooled)
-        finally:
             if call.outcome is None or self._reader is call or call in self._followers:
                 self._leave(call, call_id)
+        except BaseException:
+            call.has_left = True
+            self._leave(call, call_id, message.sent)
+            raise
         outcome = call.outcome
         if outcome is None:
             # Only a deadline ends the loop without an outcome.
@@ -243,33 +250,33 @@ class ClientConnection:
             if self._connection.has_corked:
                 self._uncork()
             self._wait(waiter, deadline, pooled)
+            if waiter.outcome is None or self._reader is waiter:
+                self._stop_waiting_for(call, call_id, waiter)
+                return
+            if waiter in self._followers:
+                with self._lock:
+                    self._followers.pop(waiter, None)
+            _finish_with(call, waiter.outcome)
         except BaseException:
+            waiter.has_left = True
             self._stop_waiting_for(call, call_id, waiter)
             raise
-        if waiter.outcome is None or self._reader is waiter:
-            self._stop_waiting_for(call, call_id, waiter)
-            return
-        if waiter in self._followers:
-            with self._lock:
-                self._followers.pop(waiter, None)
-        _finish_with(call, waiter.outcome)
 
     def _stop_waiting_for(self, call: AwaitedCall, call_id: int, waiter: Waiter) -> None:
         with self._lock:
-            if call_id in self._calls:
+            if call.waiter is waiter and call_id in self._calls:
                 call.waiter = None  # a thread of the pool finishes it
             self._followers.pop(waiter, None)
-            reading = self._reader is waiter
         # The outcome may have been delivered, or be about to: whoever sees both fields set has the call finished.
         waiter.has_left = True
         if waiter.outcome is not None:
             self._threads.submit(_finish_with, call, waiter.outcome)
-        if reading:
-            self._hand_over()
+        self._hand_over(waiter)
 
     def _join_readers(self, waiter: Waiter, pooled: bool) -> None:
         """Make this thread the reader, or a follower of the reader. Called under the lock."""
-        if self._reader is not None and (self._reader is not _LOOP or self._loop_in_stream or pooled):
+        reader = self._reader
+        if reader is not None and not reader.has_left and (reader is not _LOOP or self._loop_in_stream or pooled):
             self._followers[waiter] = None
         elif pooled and self._threads.is_polling_thread():
             self._loop_reads()
@@ -308,38 +315,42 @@ class ClientConnection:
         if self._connection.outbox_bytes > _OUTBOX_LIMIT:
             self._wait_for_room(timeout)
         deadline = None if timeout is None else _now() + timeout
-        with self._lock:
-            if self._lost is not None:
-                raise self._lost_error()
-            self._calls.open(call_id, call, deadline)
-            timer = self._deadline_timer
-            if self._reader is None:
-                self._loop_reads()
-            self.sent += not message.flags & SYSTEM
-            # With many open calls, small requests are sent together; a timer sends the last ones.
-            more = len(self._calls) > _PIPELINED
-        if deadline is not None and (timer is None or deadline < timer.when):
-            self._watch_deadlines()
+        opened = False
         try:
+            with self._lock:
+                if self._lost is not None:
+                    raise self._lost_error()
+                self._calls.open(call_id, call, deadline)
+                opened = True
+                timer = self._deadline_timer
+                reader = self._reader
+                if reader is None or reader.has_left:
+                    self._loop_reads()
+                self.sent += not message.flags & SYSTEM
+                # With many open calls, small requests are sent together; a timer sends the last ones.
+                more = len(self._calls) > _PIPELINED
+            if deadline is not None and (timer is None or deadline < timer.when):
+                self._watch_deadlines()
             self._send(message, call_id, timeout, more)
             if more:
                 self._uncork_soon()
         except BaseException as error:
             with self._lock:
                 ours = self._calls.answer(call_id) is not None
-            if ours or not isinstance(error, ConnectionLostError):
+                self._given_up += ours and message.sent
+            if ours or not opened or not isinstance(error, ConnectionLostError):
                 raise
             # Otherwise the call has ended already, with this very error.
 
     def _watch_deadlines(self) -> None:
         """Set the timer for the nearest deadline."""
         with self._lock:
-            timer, self._deadline_timer = self._deadline_timer, None
+            deadline = self._calls.next_deadline()
+            # The new one first: an interrupt must not leave the calls without any.
+            following = None if deadline is None else self._loop.call_at(deadline, self._on_deadline)
+            timer, self._deadline_timer = self._deadline_timer, following
             if timer is not None:
                 timer.cancel()
-            deadline = self._calls.next_deadline()
-            if deadline is not None:
-                self._deadline_timer = self._loop.call_at(deadline, self._on_deadline)
 
     def _on_deadline(self) -> None:
         """Fail the asynchronous calls whose deadlines have passed."""
@@ -367,6 +378,9 @@ class ClientConnection:
             self._connection.uncork()
         except ConnectionLostError as error:
             self.lose(str(error))
+        except BaseException as error:
+            self.lose(f"sending to it was interrupted by {type(error).__name__}")
+            raise
 
     def _send(self, message: Message, call_id: int, timeout: float | None, more: bool = False) -> None:
         message.call_id = call_id
@@ -380,8 +394,10 @@ class ClientConnection:
         except ConnectionLostError as error:
             self.lose(str(error))
             raise
-        except KeyboardInterrupt:
-            self.lose("sending to it was interrupted")  # half a message may have been sent
+        except Exception:
+            raise  # nothing was sent
+        except BaseException as error:
+            self.lose(f"sending to it was interrupted by {type(error).__name__}")  # half a message may have been sent
             raise
 
     def _wait_for_room(self, timeout: float | None) -> None:
@@ -404,19 +420,24 @@ class ClientConnection:
             # The waking thread reads ``waker`` last, so it may have missed the new one: check again.
             if call.outcome is not None or self._reader is call:
                 return
-        if deadline is None:
-            call.waker.wait()
-        else:
-            call.waker.wait(timeout=max(0.0, deadline - _now()))
+        left = _LOOK_SECONDS if deadline is None else min(_LOOK_SECONDS, max(0.0, deadline - _now()))
+        if not call.waker.wait(timeout=left):
+            self._take_over(call)
 
-    def _leave(self, call: Waiter, call_id: int) -> None:
+    def _take_over(self, call: Waiter) -> None:
+        """Nobody has woken this caller for a while: read if nobody reads. An interrupt may have lost the wake-up."""
+        with self._lock:
+            reader = self._reader
+            if (reader is None or reader.has_left) and call.outcome is None and self._lost is None:
+                self._followers.pop(call, None)
+                self._join_readers(call, pooled=False)
+
+    def _leave(self, call: Waiter, call_id: int, sent: bool = True) -> None:
         """The caller stops waiting. Its answer is dropped if it arrives later."""
         with self._lock:
-            self._given_up += self._calls.answer(call_id) is not None
             self._followers.pop(call, None)
-            reading = self._reader is call
-        if reading:
-            self._hand_over()
+            self._given_up += self._calls.answer(call_id) is not None and sent
+        self._hand_over(call)
 
     # Reading
 
@@ -443,7 +464,7 @@ class ClientConnection:
                 self.lose(f"reading from it was interrupted by {type(error).__name__}")
             raise
         finally:
-            self._hand_over()
+            self._hand_over(call)
 
     def _input_comes(self, deadline: float | None) -> bool:
         """Wait until there is something to read; False at the deadline. An interrupt here does no harm."""
@@ -468,8 +489,10 @@ class ClientConnection:
             with self._lock:
                 for message in reversed(messages):
                     if message.kind != NOTICE:
-                        call = self._calls.answer(message.call_id)
-                        answered.append([call, message])
+                        pair: list[Any] = [None, message]
+                        answered.append(pair)
+                        # To store is not a call: an interrupt finds the call in the table or in the pair.
+                        call = pair[0] = self._calls.answer(message.call_id)
                         if call is None and self._given_up:
                             self._given_up -= 1
             while answered:
@@ -524,9 +547,12 @@ class ClientConnection:
         if call.leads and not self._threads.is_polling_thread():
             self._loop.wake()
 
-    def _hand_over(self) -> None:
-        """The reader is done: make the next caller, the loop or nobody the reader."""
+    def _hand_over(self, call: Waiter) -> None:
+        """This caller does not read any more: make the next caller, the loop or nobody the reader."""
         with self._lock:
+            reader = self._reader
+            if reader is not call and reader is not None and not reader.has_left:
+                return
             self._reader = None
             while self._followers:
                 follower = next(iter(self._followers))
@@ -630,23 +656,33 @@ class ClientConnection:
         with self._lock:
             if self._lost is not None:
                 return
+            self._followers.clear()
+            self._to_fail = self._calls.lost()
             self._lost = reason
             self.lost = True
-            calls = self._calls.lost()
-            self._followers.clear()
+        self._end()
+
+    def _end(self) -> None:
+        """Do what follows from the loss. To do it again does no harm: an interrupt leaves the rest to the pool."""
+        try:
             timer, self._deadline_timer = self._deadline_timer, None
-        if timer is not None:
-            timer.cancel()
-        self._loop.remove(self._connection.fd)
-        self._connection.close()
-        self._on_lost(self, reason)
-        for call in calls:
-            error = self._lost_error()
-            if isinstance(call, Waiter):
-                call.outcome = error
-                self._wake(call)
-            else:
-                self._fail(call, error)
+            if timer is not None:
+                timer.cancel()
+            self._loop.remove(self._connection.fd)
+            self._connection.close()
+            self._on_lost(self, self._lost or "")
+            while self._to_fail:
+                call = self._to_fail[-1]
+                error = self._lost_error()
+                if isinstance(call, Waiter):
+                    call.outcome = error
+                    self._wake(call)
+                else:
+                    self._fail(call, error)
+                self._to_fail.pop()
+        except BaseException:
+            self._threads.submit(self._end)
+            raise
 
     def _lost_error(self) -> ConnectionLostError:
         return ConnectionLostError(

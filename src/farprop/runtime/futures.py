@@ -13,8 +13,10 @@ from farprop._torch import set_unwrap_function, wait
 from farprop.errors import renewed, without_frames
 from farprop.runtime.autograd.contexts import Context, current_context
 from farprop.runtime.dynamo_disable import uncompiled
-from farprop.runtime.sync import OneShot
+from farprop.runtime.sync import DoneSignal
 from farprop.runtime.thread_pool import pool_of_this_thread
+
+_LOOK_SECONDS = 0.5  # a thread that waits looks this often whether the future is done
 
 
 class PendingCall(Protocol):
@@ -88,9 +90,10 @@ def wait_on_pool(future: torch.futures.Future[Any]) -> Any:
                 return wait(future)
         if threading.get_ident() == threading.main_thread().ident:
             # Torch's own wait does not handle signals; waiting for a lock does.
-            done = OneShot()
-            future.add_done_callback(lambda _: done.set())
-            done.wait()
+            done = DoneSignal()
+            future.add_done_callback(done.on_done)
+            while not future.done():
+                done.wait(timeout=_LOOK_SECONDS)
     return wait(future)
 
 

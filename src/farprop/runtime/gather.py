@@ -265,7 +265,8 @@ class _GatherLoop:
             else:
                 gathers.on_confirmed(key, follower, None)
 
-        future.add_done_callback(confirm)
+        # On a thread of the pool: if the future is done, the callback runs at once, and torch swallows an interrupt.
+        self._agent.services.submit(future.add_done_callback, confirm)
 
     def _release(self, release: Release) -> None:
         failure = None if release.failure is None else tuple(release.failure)

@@ -83,8 +83,11 @@ class SelfConnection(ClientConnection):
     def _loop_reads(self) -> None:
         """The loop has nothing to read."""
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, call: Waiter) -> None:
         """Nobody takes over."""
+
+    def _take_over(self, call: Waiter) -> None:
+        """There is nothing to read."""
 
     def _set_events(self) -> None:
         """There is no descriptor."""

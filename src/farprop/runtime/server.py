@@ -202,10 +202,12 @@ class Server:
                 self._refuse(connection, message, error)
 
     def accept_own(self, connection: Loopback, message: Message) -> None:
-        """Queue a request of this worker to itself."""
+        """Queue a request of this worker to itself.
+
+        A thread of the pool counts it and admits it: an interrupt of the caller could leave it half admitted.
+        """
         # It has everything that the server uses of a connection.
-        self._accept_request(cast(Connection, connection), message, _now())
-        self._threads.recruit()
+        self._threads.submit(self._accept_request, cast(Connection, connection), message, _now())
 
     def _take_references(self, connection: Connection, message: Message, now: float) -> None:
         """Take the references of a request. It runs when the owners have counted them."""

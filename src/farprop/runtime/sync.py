@@ -1,6 +1,6 @@
 """Waiting for another thread.
 
-``threading.Event`` is built from a condition in Python: it takes several calls and two locks to wait for one. Both
+``threading.Event`` is built from a condition in Python: it takes several calls and two locks to wait for one. The
 classes here are a bare lock that is held while there is nothing to wait for: to wait is to acquire it, to wake is to
 release it. Their methods that are used in calls are the lock's own, so they cost no Python call.
 """
@@ -33,6 +33,25 @@ class OneShot:
         lock = threading.Lock()
         lock.acquire()
         self.set = lock.release
+        self.wait = lock.acquire
+
+
+class DoneSignal:
+    """As ``OneShot``, for futures of torch's: ``on_done`` is a callback for them.
+
+    It is C code, and ignores its argument. If the future is done already, torch runs a callback at once, and swallows
+    an interrupt in it: one in Python code would lose the wake-up.
+    """
+
+    __slots__ = ("on_done", "wait")
+
+    on_done: Callable[[object], None]
+    wait: Wait
+
+    def __init__(self) -> None:
+        lock = threading.Lock()
+        lock.acquire()
+        self.on_done = lock.__exit__  # type: ignore[assignment]
         self.wait = lock.acquire
 
 

@@ -154,7 +154,10 @@ class ThreadPool:
             if self._leader is None:
                 self._hand_over_polling()
             elif self._idle:
-                _, idle = self._idle.popitem()
+                # An interrupt can't come between the last two lines: nothing is called there.
+                last = next(reversed(self._idle))
+                idle = self._idle[last]
+                del self._idle[last]
                 idle.set()
             elif len(self._threads) < _MAX_THREADS and (
                 (self._answers and self._answering < _MAX_ANSWERING) or self._running < self._limit
@@ -166,11 +169,18 @@ class ThreadPool:
     def _spawn(self, as_leader: bool) -> None:
         ready = OneShot()
         thread = threading.Thread(target=self._thread_main, args=(ready,), name=f"farprop-{self._name}", daemon=True)
-        self._threads.add(thread)
-        thread.start()
-        if as_leader:
-            self._leader = thread.ident
-        ready.set()
+        try:
+            self._threads.add(thread)
+            thread.start()
+        except BaseException:
+            # Interrupted, or there is no room for a thread. It may run nevertheless, but nobody can wait for it.
+            if thread.ident is None:
+                self._threads.discard(thread)
+            raise
+        finally:
+            if as_leader:
+                self._leader = thread.ident
+            ready.set()
 
     def _thread_main(self, ready: OneShot) -> None:
         this_thread.pool = self
@@ -270,7 +280,10 @@ class ThreadPool:
         if self._closed:
             self._leader = None
         elif self._idle:
-            self._leader, idle = self._idle.popitem()
+            last = next(reversed(self._idle))  # as in ``recruit``
+            idle = self._idle[last]
+            del self._idle[last]
+            self._leader = last
             idle.set()
         else:
             self._spawn(as_leader=True)

@@ -11,6 +11,7 @@ Rules that hold here:
 from __future__ import annotations
 
 import heapq
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -34,9 +35,6 @@ class TimerHandle:
         self._callback: Callback | None = callback
         self._heap = heap
 
-    def __lt__(self, other: TimerHandle) -> bool:
-        return self.when < other.when
-
     def cancel(self) -> bool:
         """Keep it from running.
 
@@ -52,7 +50,10 @@ class TimerHeap:
     def __init__(self) -> None:
         self.next_deadline: float | None = None  # read without the lock by the thread that sleeps until then
         self._lock = make_lock("timers")
-        self._heap: list[TimerHandle] = []
+        # The numbers decide between equal times. To compare such tuples runs no Python code, so an interrupt can't
+        # leave the heap half sorted.
+        self._heap: list[tuple[float, int, TimerHandle]] = []
+        self._numbers = itertools.count()
         self._cancelled = 0  # how many in the heap are
         self._unsorted: deque[TimerHandle] = deque()  # added without the lock, not in the heap yet
 
@@ -67,9 +68,12 @@ class TimerHeap:
             A handle that can cancel it.
         """
         handle = TimerHandle(self, when, callback)
+        entry = when, next(self._numbers), handle
         with self._lock:
-            heapq.heappush(self._heap, handle)
-            self.next_deadline = self._heap[0].when
+            # Before the timer is there: an interrupt may leave it too early, but not too late.
+            if self.next_deadline is None or when < self.next_deadline:
+                self.next_deadline = when
+            heapq.heappush(self._heap, entry)
         return handle
 
     def call_at_lockfree(self, when: float, callback: Callback) -> None:
@@ -86,8 +90,8 @@ class TimerHeap:
                     handle = self._unsorted.popleft()
                 except IndexError:
                     return
-                heapq.heappush(self._heap, handle)
-                self.next_deadline = self._heap[0].when
+                heapq.heappush(self._heap, (handle.when, next(self._numbers), handle))
+                self.next_deadline = self._heap[0][0]
 
     def run_due(self, now: float) -> None:
         """Run all timers that are due at ``now``, the earliest first. What a callback raises is logged."""
@@ -102,14 +106,14 @@ class TimerHeap:
         due: list[Callback] = []
         with self._lock:
             heap = self._heap
-            while heap and heap[0].when <= now:
-                handle = heapq.heappop(heap)
+            while heap and heap[0][0] <= now:
+                handle = heapq.heappop(heap)[2]
                 if handle._callback is None:
                     self._cancelled -= 1
                 else:
                     due.append(handle._callback)
                     handle._callback = None
-            self.next_deadline = heap[0].when if heap else None
+            self.next_deadline = heap[0][0] if heap else None
         return due
 
     def _cancel(self, handle: TimerHandle) -> bool:
@@ -119,16 +123,16 @@ class TimerHeap:
                 return False
             self._cancelled += 1
             if len(self._heap) > _FEW and 2 * self._cancelled > len(self._heap):
-                self._heap = [other for other in self._heap if other._callback is not None]
-                heapq.heapify(self._heap)
-                self._cancelled = 0
-                self.next_deadline = self._heap[0].when if self._heap else None
+                heap = [entry for entry in self._heap if entry[2]._callback is not None]
+                heapq.heapify(heap)
+                self._heap, self._cancelled = heap, 0
+                self.next_deadline = heap[0][0] if heap else None
         return True
 
     def validate(self) -> None:
         """Raise if an invariant does not hold."""
         with self._lock:
             heap = self._heap
-            assert all(heap[(at - 1) // 2].when <= heap[at].when for at in range(1, len(heap)))
-            assert self._cancelled == sum(handle._callback is None for handle in heap)
-            assert self.next_deadline == (heap[0].when if heap else None)
+            assert all(heap[(at - 1) // 2][0] <= heap[at][0] for at in range(1, len(heap)))
+            assert self._cancelled == sum(handle._callback is None for _, _, handle in heap)
+            assert not heap or (self.next_deadline is not None and self.next_deadline <= heap[0][0])

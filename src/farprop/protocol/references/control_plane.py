@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -61,8 +60,8 @@ class ReliableSender:
     """The sending end: the operations for one peer."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Operation] = deque()
-        self._batch: Batch | None = None  # sent, without a reply
+        self._waiting: list[Operation] = []
+        self._batch: Batch | None = None  # the first of them: sent, without a reply
         self._number = 0
 
     def add(self, operation: Operation) -> None:
@@ -72,31 +71,31 @@ class ReliableSender:
     def current(self) -> Batch | None:
         """The batch to send, or to send again; None if there is none."""
         if self._batch is None and self._waiting:
-            self._number += 1
-            count = min(len(self._waiting), MAX_OPERATIONS)
-            self._batch = Batch(self._number, tuple(self._waiting.popleft() for _ in range(count)))
+            batch = Batch(self._number + 1, tuple(self._waiting[:MAX_OPERATIONS]))
+            self._number, self._batch = batch.number, batch
         return self._batch
 
-    def replied(self, reply: ControlReply) -> Batch | None:
-        """Take a reply.
-
-        Returns:
-            The batch that it belongs to; None if it is a duplicate of an earlier reply.
-        """
+    def batch_of(self, reply: ControlReply) -> Batch | None:
+        """The batch that a reply belongs to; None if the reply is a duplicate of an earlier one."""
         batch = self._batch
         if batch is None or batch.number != reply.number or len(reply.results) != len(batch.operations):
             return None
-        self._batch = None
         return batch
+
+    def forget(self, batch: Batch) -> None:
+        """The results of a batch were taken. Until then it stays: an interrupt must not lose the rest of them."""
+        count = len(batch.operations)
+        del self._waiting[:count]
+        self._batch = None
 
     @property
     def empty(self) -> bool:
         """Every operation has its reply."""
-        return self._batch is None and not self._waiting
+        return not self._waiting
 
     def operations(self) -> list[Operation]:
         """The operations without a reply, in order."""
-        return [*(self._batch.operations if self._batch else ()), *self._waiting]
+        return list(self._waiting)
 
 
 class ReliableReceiver:
@@ -168,12 +167,12 @@ class ControlPlane:
             sender = self._senders.get(peer)
             if sender is None:
                 sender = self._senders[peer] = ReliableSender()
-            first = sender.empty
-            sender.add(operation)
+            # The instruction first: an interrupt must not leave an operation that nobody sends.
             if operation.kind in _URGENT:
                 self.instruct(InstructionKind.SEND, peer)
-            elif first:  # otherwise it travels with the operations that wait already, or after the next reply
+            elif sender.empty:  # otherwise it travels with the operations that wait already, or after the next reply
                 self.instruct(InstructionKind.SEND_LATER, peer)
+            sender.add(operation)
 
     def outgoing(self, peer: int) -> Batch | None:
         """The batch to send to a peer, or to send again; None if there is none."""
@@ -188,13 +187,14 @@ class ControlPlane:
         return receiver.take(batch, lambda operation: self._execute(peer, operation))
 
     def replied(self, peer: int, reply: ControlReply) -> None:
-        """Take the reply to a batch."""
+        """Take the reply to a batch. To take its results twice does no harm."""
         sender = self._senders.get(peer)
-        batch = None if sender is None else sender.replied(reply)
+        batch = None if sender is None else sender.batch_of(reply)
         if sender is None or batch is None:
             return
         for operation, done in zip(batch.operations, reply.results, strict=True):
             self._on_result(operation, bool(done))
+        sender.forget(batch)
         if not sender.empty:
             self.instruct(InstructionKind.SEND, peer)
 

@@ -31,18 +31,25 @@ class ForksInTransit:
         return None
 
     def fork(self, source: UserReference | OwnedValue, to: int, route: object) -> Fork:
-        fork = self._plane.new_id()
+        made = self.prepare(source)
+        self.send(made, source, to, route)
+        return made
+
+    def prepare(self, source: UserReference | OwnedValue) -> Fork:
+        if isinstance(source, OwnedValue):
+            return Fork(self._plane.own_rank, source.rref, self._plane.new_id(), exists=True)
+        return Fork(source.owner, source.rref, self._plane.new_id(), source.exists)
+
+    def send(self, made: Fork, source: UserReference | OwnedValue, to: int, route: object) -> None:
+        fork = made.fork
+        self.passed[fork] = PassedFork(to, source, route)  # first: ``release`` undoes everything that follows
         if isinstance(source, OwnedValue):
             self._owner.list_fork(source, fork, to)
-            made = Fork(self._plane.own_rank, source.rref, fork, exists=True)
         else:
+            source.early = source.early or not made.exists
             source.children.add(fork)
-            source.early = source.early or not source.exists
-            made = Fork(source.owner, source.rref, fork, source.exists)
-        self.passed[fork] = PassedFork(to, source, route)
         if to in self._plane.dead:
             self.release(fork, listed=False)
-        return made
 
     def arrive(self, fork: Fork, sender: int) -> UserReference | OwnedValue:
         if fork.fork in self._revoked:

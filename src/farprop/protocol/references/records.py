@@ -136,6 +136,7 @@ class ReferenceData(Protocol):
     site: str
     error: Exception | None
     callbacks: list[Callable[[], None]] | None
+    watch: Any
 
 
 class ValueData(Protocol):

@@ -53,7 +53,17 @@ class RRefStateMachine:
 
     def create(self, owner: int) -> UserReference:
         """``remote()`` is about to call ``owner``, another worker: the reference to what the call will make."""
-        return self._users.create(owner)
+        reference = self._users.prepare(owner)
+        self._users.add(reference)
+        return reference
+
+    def prepare_reference(self, owner: int) -> UserReference:
+        """A reference for ``add_reference``. This changes nothing, and needs no lock."""
+        return self._users.prepare(owner)
+
+    def add_reference(self, reference: UserReference) -> None:
+        """As ``create``, for one that was prepared, so that the caller has it even if this is interrupted."""
+        self._users.add(reference)
 
     def made(self, reference: UserReference) -> None:
         """The owner has answered the call that makes the value."""
@@ -86,6 +96,14 @@ class RRefStateMachine:
         """
         return self._transit.fork(source, to, route)
 
+    def prepare_fork(self, source: UserReference | OwnedValue) -> Fork:
+        """A fork for ``send_fork``. This changes nothing, and needs no lock."""
+        return self._transit.prepare(source)
+
+    def send_fork(self, fork: Fork, source: UserReference | OwnedValue, to: int, route: object) -> None:
+        """As ``fork``, for one that was prepared. ``undelivered`` takes it back, even if this was interrupted."""
+        self._transit.send(fork, source, to, route)
+
     def lend(self, source: UserReference | OwnedValue, to: int) -> Fork | None:
         """A reference is about to be sent in a request. The caller holds it until the call has ended.
 
@@ -95,7 +113,7 @@ class RRefStateMachine:
         return self._transit.lend(source, to)
 
     def own(self) -> OwnedValue:
-        """A record for a value of this worker that no other worker refers to yet."""
+        """A record for a value of this worker that no other worker refers to yet. Needs no lock."""
         return self._owner.own()
 
     def clean_up(self, peer: int, context: GlobalId) -> None:
@@ -122,6 +140,11 @@ class RRefStateMachine:
             The reference, in state VOID if it is unusable; or the value, if it is one of this worker.
         """
         return self._transit.arrive(fork, sender)
+
+    def give_up(self, forks: Sequence[Fork]) -> None:
+        """Taking these forks out of a message was interrupted: drop those that have arrived."""
+        for fork in forks:
+            self._users.give_up(fork.fork)
 
     def find(self, rref: GlobalId) -> OwnedValue | None:
         """The value of this worker with this id, if another worker refers to it."""

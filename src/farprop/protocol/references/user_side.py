@@ -8,6 +8,7 @@ from __future__ import annotations
 from farprop.ids import GlobalId
 from farprop.protocol.references.control_plane import ControlPlane, Operation, OperationKind
 from farprop.protocol.references.records import (
+    DROPPABLE,
     UNCONFIRMED,
     UNREGISTERED,
     Fork,
@@ -27,18 +28,20 @@ class UserSide:
 
     # remote()
 
-    def create(self, owner: int) -> UserReference:
-        rref, fork = self._plane.new_id(), self._plane.new_id()
-        reference = UserReference(owner, rref, fork, None, User.CREATING, exists=False)
-        self.references[fork] = reference
-        if owner in self._plane.dead:
+    def prepare(self, owner: int) -> UserReference:
+        return UserReference(owner, self._plane.new_id(), self._plane.new_id(), None, User.CREATING, exists=False)
+
+    def add(self, reference: UserReference) -> None:
+        self.references[reference.fork] = reference
+        if reference.owner in self._plane.dead:
             self.move(reference, UserEvent.OWNER_DIED)
-        return reference
 
     def made(self, reference: UserReference) -> None:
         if reference.state in (User.CREATING, User.CREATING_DROPPED):
             reference.exists = True
             self.move(reference, UserEvent.MADE)
+        else:
+            self.release_if_free(reference)  # the first attempt may have been interrupted
 
     def unanswered(self, reference: UserReference, lost: bool) -> None:
         if reference.state in (User.CREATING, User.CREATING_DROPPED):
@@ -71,11 +74,24 @@ class UserSide:
         self.references[fork.fork] = reference
         if fork.owner in self._plane.dead:
             self.move(reference, UserEvent.OWNER_DIED)
-        elif from_owner:
-            self._plane.post(sender, Operation(OperationKind.ACCEPT, fork.rref, fork.fork))
         else:
-            self._plane.post(fork.owner, Operation(OperationKind.REGISTER, fork.rref, fork.fork, fork.exists))
+            self._announce(reference)
         return reference
+
+    def _announce(self, reference: UserReference) -> None:
+        """Tell those who wait for it that a reference has arrived."""
+        rref, fork = reference.rref, reference.fork
+        if reference.state is User.CONFIRMED:
+            self._plane.post(reference.owner, Operation(OperationKind.ACCEPT, rref, fork))
+        elif reference.state is User.ARRIVED:
+            self._plane.post(reference.owner, Operation(OperationKind.REGISTER, rref, fork, reference.exists))
+
+    def give_up(self, fork: GlobalId) -> None:
+        """Taking a fork out of a message was interrupted: if it is here, announce it in any case, and drop it."""
+        reference = self.references.get(fork)
+        if reference is not None and reference.state in DROPPABLE:
+            self._announce(reference)  # to do so twice does no harm
+            self.move(reference, UserEvent.DROP)
 
     def on_registered(self, fork: GlobalId, listed: bool) -> None:
         """The owner answers a REGISTER: it lists the fork, or does not have the value."""

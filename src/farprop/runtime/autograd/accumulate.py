@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from farprop._torch import backward_hooks, post_accumulate_hooks, sparse_indices, sparse_values, use_count
+from farprop._torch import (
+    backward_hooks,
+    post_accumulate_hooks,
+    set_grad_enabled,
+    sparse_indices,
+    sparse_values,
+    use_count,
+)
 
 _ALONE = use_count(torch.empty(0))
 
@@ -76,26 +83,38 @@ def _nothing(*gradients: Any) -> None:
 
 def run_in_front(hooks: Mapping[int, Any], gradients: Gradients) -> Gradients:
     """Run the pre-hooks of a node; returns the gradients for the node."""
-    with torch.no_grad():
+    before = torch.is_grad_enabled()
+    try:
+        set_grad_enabled(False)
         for hook in list(hooks.values()):
             result = hook(gradients)
             if result is not None:
                 gradients = result if isinstance(result, tuple) else (result,)
+    finally:
+        set_grad_enabled(before)
     return gradients
 
 
 def run_behind(hooks: Mapping[int, Any], outputs: Gradients, gradients: Gradients) -> None:
     """Run the post-hooks of a node. Their results are ignored."""
-    with torch.no_grad():
+    before = torch.is_grad_enabled()
+    try:
+        set_grad_enabled(False)
         for hook in list(hooks.values()):
             hook(outputs, gradients)
+    finally:
+        set_grad_enabled(before)
 
 
 def run_post_hooks(leaf: torch.Tensor, after: Any, behind: Mapping[int, Any], gradient: torch.Tensor) -> None:
     """After accumulation, run a leaf's post-accumulate-grad hooks, then the post-hooks of its node, as torch does."""
     if after:
-        with torch.no_grad():
+        before = torch.is_grad_enabled()
+        try:
+            set_grad_enabled(False)
             for hook in list(after.values()):
                 hook(leaf)
+        finally:
+            set_grad_enabled(before)
     if behind:
         run_behind(behind, (), (gradient,))

@@ -16,6 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 from farprop.errors import ConnectionLostError, UsageError
 from farprop.runtime.autograd.abort import PassAborter
@@ -61,8 +62,12 @@ class EndedContexts:
                 pass  # another request has told it, or the control channel does
 
     def _set_timer(self) -> None:
-        self._timer_is_set = True
-        self._peers.call_at(time.monotonic() + _RIDE_SECONDS, self._on_timer)
+        try:
+            self._timer_is_set = True
+            self._peers.call_at(time.monotonic() + _RIDE_SECONDS, self._on_timer)
+        except BaseException:
+            self._timer_is_set = False  # there may be a timer too many now, but not one too few
+            raise
 
     def _on_timer(self) -> None:
         """Send what no request has carried since the timer last ran."""
@@ -118,6 +123,11 @@ class ContextCleanup:
             if local.machine.active:
                 text = f"Could not find autograd context with id: {context_id}. It has ended, during a backward pass."
                 self._aborter.fail(local, UsageError(text))
+        self._contexts.ending.pop(context_id, None)
+
+    def release_soon(self, context_id: int) -> None:
+        """End a context on a thread of the pool. Takes no lock."""
+        self._peers.call_at_lockfree(time.monotonic(), partial(self._peers.submit, self.release, context_id))
 
     def on_connection_lost(self, rank: int) -> None:
         """The connection to a worker broke: messages in flight may be lost, so passes with it fail."""

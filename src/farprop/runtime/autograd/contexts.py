@@ -58,6 +58,9 @@ class Context:
         self.aborted: set[PassId] = set()
         self.lock = make_lock("context")
         self.is_released = False
+        self.manager: Callable[[], object] | None = (
+            None  # a weak reference to the ``with`` statement's, if there is one
+        )
         self.call_traces: dict[int, str] = {}  # in anomaly mode, by send: the calls that led to it
         self._new_message_id = new_message_id
         self._reaches: dict[int, Reach] = {}
@@ -193,6 +196,7 @@ class ContextContainer:
         self._lock = make_lock("contexts")
         self._contexts: dict[int, Context] = {}
         self.get = self._contexts.get  # returns the context with an id, or None
+        self.ending: dict[int, Context] = {}  # released, and the others are still to be told
         self._ended: OrderedDict[int, None] = OrderedDict()  # so that a late message does not create one again
         self._context_numbers = itertools.count(1) if numbers is None else numbers
         self._message_numbers = itertools.count(1) if numbers is None else numbers
@@ -228,15 +232,24 @@ class ContextContainer:
         return context
 
     def release(self, context_id: int) -> Context | None:
-        """Remove a context; returns it, or None if there was none."""
+        """Remove a context.
+
+        Returns:
+            The context, until it is taken out of ``ending``: an interrupted thread has another one tell the others.
+            None if there is none.
+        """
         with self._lock:
-            context = self._contexts.pop(context_id, None)
+            context = self._contexts.get(context_id)
             self._ended[context_id] = None
             if len(self._ended) > _REMEMBERED:
                 self._ended.popitem(last=False)
-        if context is not None:
+            if context is None:
+                return self.ending.get(context_id)
+            # An interrupt finds it in the one or in the other: nothing is called here.
+            self.ending[context_id] = context
+            del self._contexts[context_id]
             context.is_released = True
-        return context
+            return context
 
     def all(self) -> list[Context]:
         return list(self._contexts.values())

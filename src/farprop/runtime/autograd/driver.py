@@ -148,9 +148,10 @@ class BackwardDriver:
         _log.debug("%s: backward pass %d of context %d begins", self._peers.label, pass_id.number, context.id)
         anomaly = torch.is_anomaly_enabled()
         local = LocalPass(context, self.own_rank, pass_id, fast, keep_graph, anomaly, edges)
-        waiter = self._waiters[pass_id] = PassWaiter(timeout)
-        context.passes[pass_id] = local
+        waiter = PassWaiter(timeout)
         try:
+            self._waiters[pass_id] = waiter
+            context.passes[pass_id] = local
             with profiled(PASS):
                 if not self._start(local, gradients, waiter):
                     self._wait(local, waiter)
@@ -160,8 +161,11 @@ class BackwardDriver:
                 raise
             raise waiter.error from None
         finally:
-            del self._waiters[pass_id]
-            context.passes.pop(pass_id, None)
+            # Nothing is called here, so an interrupt can't come between the two.
+            if pass_id in context.passes:
+                del context.passes[pass_id]
+            if pass_id in self._waiters:
+                del self._waiters[pass_id]
 
     def _start(self, local: LocalPass, gradients: Sequence[Gradient], waiter: PassWaiter) -> bool:
         """Run the pass from its roots, as far as this thread can; returns whether it has ended."""

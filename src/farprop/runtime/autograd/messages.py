@@ -40,6 +40,9 @@ class PeerCaller(Protocol):
 
     def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle: ...
 
+    def call_at_lockfree(self, when: float, callback: Callable[[], None]) -> None:
+        """As ``call_at``, for finalisers: takes no lock."""
+
     def blocked(self) -> Blocked: ...
 
     def clean_up(self, rank: int, context_id: int) -> None:

@@ -92,7 +92,7 @@ class ControlSender:
         self._replied = replied
         self._lock = make_lock("control_sender")
         self._coalescing: set[int] = set()  # peers with operations that are not urgent; a timer is set if there are any
-        self._sending: set[int] = set()  # peers that a batch is on its way to
+        self._sending: dict[int, None] = {}  # peers that a batch is on its way to
         self._retries: dict[int, TimerHandle] = {}  # timers that send again
         self._backoffs: dict[int, float] = {}  # how long the last wait before a retry was
         self._closed = False
@@ -118,17 +118,22 @@ class ControlSender:
 
     def send(self, peer: int) -> None:
         """Send now, unless a batch is on its way already: the reply to that one sends the next."""
-        with self._lock:
-            if peer in self._sending or peer in self._retries or self._closed:
-                return
-            self._sending.add(peer)
+        ours = False
         try:
+            with self._lock:
+                if peer in self._sending or peer in self._retries or self._closed:
+                    return
+                # Nothing is called here, so an interrupt can't come between the two.
+                self._sending[peer] = None
+                ours = True
             if self._transport.is_ready(peer):
                 self._transmit(peer)
             else:
                 self._transport.submit(self._transmit, peer)
         except BaseException:
-            self._sending.discard(peer)
+            # Without a call, so that a second interrupt can't come before it.
+            if ours and peer in self._sending:
+                del self._sending[peer]
             raise
 
     def _transmit(self, peer: int) -> None:
@@ -168,7 +173,7 @@ class ControlSender:
     def _go_on(self, peer: int) -> None:
         """No batch is on its way to this peer any more. Send the operations that were added meanwhile."""
         with self._lock:
-            self._sending.discard(peer)
+            self._sending.pop(peer, None)
         if self._outgoing(peer) is not None:
             self.send(peer)
 
@@ -177,9 +182,10 @@ class ControlSender:
         with self._lock:
             if peer not in self._sending or self._closed:
                 return
-            self._sending.discard(peer)
             backoff = self._backoffs[peer] = min(2 * self._backoffs.get(peer, _FIRST_BACKOFF / 2), _LAST_BACKOFF)
+            # An interrupt can't come between the two: nothing is called there.
             self._retries[peer] = self._transport.call_at(_now() + backoff, partial(self._retry, peer))
+            del self._sending[peer]
         self._transport.suspect(peer)
 
     def _retry(self, peer: int) -> None:
@@ -190,7 +196,7 @@ class ControlSender:
     def forget(self, peer: int) -> None:
         """The peer is dead: send it nothing any more."""
         with self._lock:
-            self._sending.discard(peer)
+            self._sending.pop(peer, None)
             retry = self._retries.pop(peer, None)
             self._backoffs.pop(peer, None)
         if retry is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from farprop.errors import UsageError
@@ -22,6 +23,10 @@ from farprop.protocol.references.state_machine import RRefStateMachine
 
 _R = TypeVar("_R")
 _RETRY_SECONDS = 0.005
+
+
+def _nothing() -> None:
+    """A step that changes nothing: ``GuardedMachine.run`` carries out what others have left."""
 
 
 class GuardedMachine:
@@ -63,26 +68,40 @@ class GuardedMachine:
         return result
 
     def run(self, action: Callable[..., _R], *args: Any) -> _R:
-        """Do one step of the machine under the lock, then carry out its instructions."""
-        result = self.locked(action, *args)
-        if self._instructions:
-            self.carry_out()
+        """Do one step of the machine under the lock, then carry out its instructions. If that is interrupted, a timer
+        carries out the rest.
+        """
+        try:
+            result = self.locked(action, *args)
+            if self._instructions:
+                self.carry_out()
+        except Exception:
+            raise
+        except BaseException:
+            self.run_later(_nothing)
+            raise
         return result
 
+    def run_later(self, action: Callable[..., Any], *args: Any) -> None:
+        """Do one step in the event loop, where no interrupt comes. Takes no lock."""
+        self._call_at_lockfree(time.monotonic(), partial(self.run, action, *args))
+
     def carry_out(self) -> None:
-        """Carry out the instructions of all threads. An interrupted one stays queued, and a timer retries it."""
+        """Carry out the instructions of all threads. One that fails stays queued, and is tried again."""
         while self._instructions:
             try:
-                instruction = self._instructions.popleft()
+                instruction = self._instructions[0]
+                del self._instructions[0]  # not by a call: neither an interrupt nor another thread comes between
             except IndexError:
                 return  # another thread was faster
             try:
                 handler = self.handlers.get(instruction.kind)
                 if handler is not None:
                     handler(instruction.subject)
-            except BaseException:
+            except BaseException as error:
                 self._instructions.appendleft(instruction)
-                self._call_at_lockfree(time.monotonic() + _RETRY_SECONDS, self.carry_out)
+                if isinstance(error, Exception):
+                    self._call_at_lockfree(time.monotonic() + _RETRY_SECONDS, self.carry_out)
                 raise
 
     @property

@@ -152,8 +152,8 @@ class OwnedValues:
         self._release_submitted = False
 
     def own(self, slot: ValueSlot) -> OwnedValue:
-        """A record for a value of this worker."""
-        value = self._guard.run(self._machine.own)
+        """A record for a value of this worker. Takes no lock, so finalisers may make references anywhere."""
+        value = self._machine.own()
         value.slot = slot
         return value
 
@@ -229,7 +229,7 @@ class OwnedValues:
 
     def own_call(self, value: OwnedValue) -> Fork:
         """A call to this worker itself is about to make this value."""
-        fork = self._guard.run(self._machine.new_id)
+        fork = self._machine.new_id()
         self._own_calls[value.rref] = value
         return Fork(self._machine.own_rank, value.rref, fork, exists=False)
 

@@ -11,7 +11,7 @@ from farprop.runtime.client_connection import FutureCall
 from farprop.runtime.futures import Future
 from farprop.runtime.profiling import ProfiledFunction
 from farprop.runtime.references.rref_context import RRefContext
-from farprop.runtime.references.user_references import creation_error
+from farprop.runtime.references.user_references import RRefHandle, creation_error
 from farprop.wire.dialect import Dialect
 from farprop.wire.message import ANSWER, Message
 
@@ -20,23 +20,37 @@ _lock = make_lock("remote_call")
 
 
 class RemoteCall(FutureCall):
-    """``keep`` is what has to live until the call has ended."""
+    """``keep`` is what has to live until the call has ended. ``item`` is what the program gets: the call has it until
+    then, so that an interrupt can't lose it.
+    """
 
-    __slots__ = ("_dialect", "_done", "_error", "_future", "_profile", "_references", "keep", "quick", "subject")
+    __slots__ = (
+        "_dialect",
+        "_done",
+        "_error",
+        "_future",
+        "_profile",
+        "_references",
+        "item",
+        "keep",
+        "quick",
+        "subject",
+    )
 
     def __init__(
         self,
         timeout: float | None,
         references: RRefContext,
-        subject: UserReference | OwnedValue,
+        item: RRefHandle | OwnedValue,
         keep: Any,
         profile: ProfiledFunction | None,
         dialect: Dialect,
     ) -> None:
         self.timeout = timeout
         # A value of this worker may be freed with the call, and its finaliser is the user's.
-        self.quick = isinstance(subject, UserReference)
-        self.subject = subject
+        self.quick = isinstance(item, RRefHandle)
+        self.subject: UserReference | OwnedValue = item.record if isinstance(item, RRefHandle) else item
+        self.item: RRefHandle | OwnedValue | None = item
         self.keep = keep
         self._references = references
         self._profile = profile
@@ -87,6 +101,8 @@ class RemoteCall(FutureCall):
         return future
 
     def _complete(self, future: Future) -> None:
+        if future.done():
+            return  # the call ended twice: an interrupt came the first time
         if self._error is None:
             future.set_result(None)
         else:

@@ -100,8 +100,17 @@ class RRefContext:
         if message.out_of_band:
             sources = [rref._source("fork an UserRRef") for rref in message.out_of_band]
             lent = self._lend_all(sources, to) if lend else None
-            message.refs = self._do(self._fork_all, sources, to, route) if lent is None else lent
             message.flags |= REFS
+            if lent is not None:
+                message.refs = lent
+            else:
+                forks = [self._machine.prepare_fork(source) for source in sources]
+                try:
+                    self._do(self._send_all, forks, sources, to, route)
+                    message.refs = forks
+                except BaseException:
+                    self.not_sent(forks)
+                    raise
         if creation is not None:
             message.creation = creation
             message.flags |= REMOTE
@@ -116,8 +125,11 @@ class RRefContext:
             forks.append(fork)
         return forks
 
-    def _fork_all(self, sources: Sequence[UserReference | OwnedValue], to: int, route: object) -> list[Fork]:
-        return [self._machine.fork(source, to, route) for source in sources]
+    def _send_all(
+        self, forks: Sequence[Fork], sources: Sequence[UserReference | OwnedValue], to: int, route: object
+    ) -> None:
+        for fork, source in zip(forks, sources, strict=True):
+            self._machine.send_fork(fork, source, to, route)
 
     def not_sent(self, forks: Sequence[Fork]) -> None:
         """A message with these forks was never sent."""
@@ -146,8 +158,12 @@ class RRefContext:
         if not message.refs:
             message.received_refs = ReceivedRefs(creation, [])
             return []
-        records = self._do(self._arrive_all, message.refs, sender)
-        message.received_refs = ReceivedRefs(creation, [self._kept(record) for record in records])
+        try:
+            records = self._do(self._arrive_all, message.refs, sender)
+            message.received_refs = ReceivedRefs(creation, [self._kept(record) for record in records])
+        except BaseException:
+            self._guard.run_later(self._machine.give_up, message.refs)
+            raise
         return [r for r in records if isinstance(r, UserReference) and r.state is User.ARRIVED]
 
     def _arrive_all(self, forks: Sequence[Fork], sender: int) -> list[UserReference | OwnedValue]:
@@ -203,7 +219,9 @@ class RRefContext:
     @property
     def settled(self) -> bool:
         """Nothing is on its way to another worker, and nothing is left to do."""
-        return self._guard.locked(
+        self.users.drop_forgotten()
+        # It also carries out what an interrupted thread has left.
+        return self._do(
             lambda: self.users.none_queued and self._guard.idle and self.values.all_released and self._machine.settled
         )
 

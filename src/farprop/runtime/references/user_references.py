@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -23,7 +24,7 @@ from farprop.runtime.references.guarded_machine import GuardedMachine
 class RRefHandle:
     """What the program holds of a value of another worker. When it is collected, the reference is dropped."""
 
-    __slots__ = ("_references", "record")
+    __slots__ = ("__weakref__", "_references", "record")
 
     def __init__(self, references: UserReferences, record: UserReference) -> None:
         self._references = references
@@ -37,15 +38,26 @@ class RRefHandle:
         self._references.drop_soon(self.record)
 
 
+class HandleWatch(weakref.ref[RRefHandle]):
+    """Notes that a handle was collected, by C code alone: an interrupt at the start of ``__del__`` would be all that
+    becomes of it.
+    """
+
+    __slots__ = ("record",)
+
+    record: UserReference
+
+
 class ReferenceInfo:
     """What the runtime knows about a user's reference, in ``UserReference.info``."""
 
-    __slots__ = ("callbacks", "error", "site")
+    __slots__ = ("callbacks", "error", "site", "watch")
 
     def __init__(self, site: str = "") -> None:
         self.site = site
         self.error: Exception | None = None  # why remote() failed
         self.callbacks: list[Callable[[], None]] | None = None  # called when the reference is confirmed or void
+        self.watch: HandleWatch | None = None  # on the program's handle, while there is one
 
 
 class UserReferences:
@@ -61,15 +73,20 @@ class UserReferences:
         self._machine = guard.machine
         self._transport = transport
         self._to_drop: deque[UserReference] = deque()
+        self._collected: deque[HandleWatch] = deque()  # all of their references, in case one was not queued
         self._drop_requested = False  # a timer is set
 
     # remote()
 
-    def create(self, owner: int, site: str) -> UserReference:
-        """``remote()`` is about to call another worker; ``site`` is the line of the program, for inspection."""
-        record = self._guard.run(self._machine.create, owner)
+    def prepare(self, owner: int, site: str) -> RRefHandle:
+        """A handle for ``create``; ``site`` is the line of the program, for inspection."""
+        record = self._machine.prepare_reference(owner)
         record.info = ReferenceInfo(site)
-        return record
+        return self.hold(record)
+
+    def create(self, record: UserReference) -> None:
+        """``remote()`` is about to call another worker. Somebody holds the handle, so an interrupt leaks nothing."""
+        self._guard.run(self._machine.add_reference, record)
 
     def created(self, record: UserReference) -> None:
         """The owner has answered the call that makes the value."""
@@ -105,7 +122,11 @@ class UserReferences:
 
     def hold(self, record: UserReference) -> RRefHandle:
         """A handle for the program. The reference is dropped when the handle is collected."""
-        return RRefHandle(self, record)
+        handle = RRefHandle(self, record)
+        watch = HandleWatch(handle, self._collected.append)
+        watch.record = record
+        record.info.watch = watch
+        return handle
 
     def check_usable(self, record: UserReference, use: str) -> None:
         """Raise the reason why a reference can't be used, if there is one; ``use`` names the use, for the error."""
@@ -142,9 +163,20 @@ class UserReferences:
 
     def _drop_now(self) -> None:
         for _ in range(len(self._to_drop)):
-            record = self._to_drop.popleft()
-            if record.state in DROPPABLE:
-                self._machine.drop(record)
+            self._drop_one(self._to_drop.popleft())
+        for _ in range(len(self._collected)):
+            record = self._collected.popleft().record
+            record.info.watch = None
+            self._drop_one(record)
+
+    def _drop_one(self, record: UserReference) -> None:
+        if record.state in DROPPABLE and self._machine.users.get(record.fork) is record:
+            self._machine.drop(record)
+
+    def drop_forgotten(self) -> None:
+        """Have references dropped whose finaliser was interrupted."""
+        if self._collected and not self._drop_requested:
+            self._guard.run_later(self._drop_now)
 
     def drop_all(self) -> None:
         """The job ends: drop every reference, whether the program can reach it or not."""
@@ -158,7 +190,7 @@ class UserReferences:
     @property
     def none_queued(self) -> bool:
         """No reference waits to be dropped."""
-        return not self._to_drop
+        return not self._to_drop and not self._collected
 
     # Waiting for owners
 

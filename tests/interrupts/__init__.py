@@ -1,0 +1,1 @@
+"""Ctrl-C at every opcode of farprop's own code: see ``sweep``."""
