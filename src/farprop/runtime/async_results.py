@@ -16,6 +16,7 @@ from typing import Any
 from farprop._torch import Future, ScriptFunction
 from farprop.locks import make_lock
 from farprop.runtime.autograd.contexts import Context, current_context
+from farprop.runtime.request_queue import OWN
 from farprop.runtime.thread_pool import ThreadPool
 
 Answer = Callable[[Any], None]
@@ -146,7 +147,8 @@ class AsyncResults:
             self._coroutines.run(value, answer, fail)
             current_context.reset(outer)
         else:
-            value.subscribe(lambda: self._threads.submit_request(self._resume, value, context, answer, fail))
+            request = OWN, self._resume, (value, context, answer, fail)
+            value.subscribe(lambda: self._threads.submit_request(request))
 
     def _resume(self, deferred: Deferred, context: Context | None, answer: Answer, fail: Fail) -> None:
         outer = current_context.set(context)

@@ -39,6 +39,7 @@ from farprop.runtime.autograd.contexts import Context, ContextContainer, current
 from farprop.runtime.device_maps import DeviceMaps, careful_value
 from farprop.runtime.event_loop import HANGUP, IN, OUT
 from farprop.runtime.references.rref_context import RRefContext
+from farprop.runtime.request_queue import Request
 from farprop.runtime.self_connection import Loopback
 from farprop.runtime.thread_pool import STALL, ThreadPool
 from farprop.transport.connection import Connection
@@ -196,7 +197,7 @@ class Server:
                 self.active += 1
             error = self._admission.admit(connection, message)
             if error is None:
-                self._threads.push_request((self._run, (connection, message, now)))
+                self._threads.push_request((connection.rank, self._run, (connection, message, now)))
             else:
                 self._refuse(connection, message, error)
 
@@ -221,10 +222,10 @@ class Server:
                 return
         if unconfirmed:
             self._references.users.when_confirmed(
-                unconfirmed, lambda: self._threads.submit_request(self._run, connection, message, now)
+                unconfirmed, partial(self._threads.submit_request, self._request(connection, message, now))
             )
         else:
-            self._threads.push_request((self._run, (connection, message, now)))
+            self._threads.push_request(self._request(connection, message, now))
 
     def _refuse(self, connection: Connection, message: Message, error: OverloadedError) -> None:
         refs = message.received_refs
@@ -234,9 +235,12 @@ class Server:
     def _run_held(self, connection: Connection) -> bool:
         """Run the held requests if the caller has read its answers or is gone; returns whether it was paused."""
         held = self._admission.resume(connection)
-        for run in held or ():
-            self._threads.submit_request(run)
+        for request in held or ():
+            self._threads.submit_request(request)
         return held is not None
+
+    def _request(self, connection: Connection, message: Message, received: float) -> Request:
+        return connection.rank, self._run, (connection, message, received)
 
     # Running them
 
@@ -247,12 +251,12 @@ class Server:
         if (
             self._gate.is_shut
             and not flags & SYSTEM
-            and self._gate.hold(connection.peer, name, partial(self._run, connection, message, received))
+            and self._gate.hold(connection.peer, name, self._request(connection, message, received))
         ):
             return
         if not flags & SYSTEM:
             if connection.outbox_bytes > MOST_UNREAD and self._admission.hold(
-                connection, partial(self._run, connection, message, received)
+                connection, self._request(connection, message, received)
             ):
                 return
             self._admission.begin(connection, message)
