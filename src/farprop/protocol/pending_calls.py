@@ -16,10 +16,11 @@ Call = TypeVar("Call")
 
 
 class PendingCalls(Generic[Call]):
-    """The calls to one peer, by id, with their deadlines. A call may have none."""
+    """The calls to one peer, by id, with their deadlines. A call may have none. ``bytes`` is the sum of their sizes."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, tuple[Call, float | None]] = {}
+        self.bytes = 0
+        self._calls: dict[int, tuple[Call, float | None, int]] = {}
         self._deadlines: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
@@ -28,9 +29,10 @@ class PendingCalls(Generic[Call]):
     def __contains__(self, call_id: int) -> bool:
         return call_id in self._calls
 
-    def open(self, call_id: int, call: Call, deadline: float | None) -> None:
-        """Add a call."""
-        self._calls[call_id] = call, deadline
+    def open(self, call_id: int, call: Call, deadline: float | None, size: int = 0) -> None:
+        """Add a call, with the size of its request in bytes."""
+        self._calls[call_id] = call, deadline, size
+        self.bytes += size
         if deadline is not None:
             heapq.heappush(self._deadlines, (deadline, call_id))
 
@@ -39,7 +41,10 @@ class PendingCalls(Generic[Call]):
         entry = self._calls.pop(call_id, None)
         if len(self._deadlines) > 64 and len(self._deadlines) > 4 * len(self._calls):
             self._drop_dead_deadlines()
-        return None if entry is None else entry[0]
+        if entry is None:
+            return None
+        self.bytes -= entry[2]
+        return entry[0]
 
     def next_deadline(self) -> float | None:
         """When to call ``expire`` next; None if no call has a deadline."""
@@ -57,6 +62,7 @@ class PendingCalls(Generic[Call]):
             _, call_id = heapq.heappop(self._deadlines)
             entry = self._calls.pop(call_id, None)
             if entry is not None:
+                self.bytes -= entry[2]
                 expired.append(entry[0])
         return expired
 
@@ -65,6 +71,7 @@ class PendingCalls(Generic[Call]):
         calls = [entry[0] for entry in self._calls.values()]
         self._calls.clear()
         self._deadlines.clear()
+        self.bytes = 0
         return calls
 
     def _drop_dead_deadlines(self) -> None:
@@ -74,6 +81,7 @@ class PendingCalls(Generic[Call]):
 
     def validate(self) -> None:
         live = {call_id for _, call_id in self._deadlines}
-        for call_id, (_, deadline) in self._calls.items():
+        assert self.bytes == sum(size for _, _, size in self._calls.values())
+        for call_id, (_, deadline, _) in self._calls.items():
             assert deadline is None or call_id in live, f"the deadline of call {call_id} is not in the heap"
         assert len(self._deadlines) <= max(64, 4 * len(self._calls)) + 1

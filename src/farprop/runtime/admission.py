@@ -16,9 +16,7 @@ from farprop.wire.message import Message
 
 _log = logging.getLogger(__name__)
 
-MOST_REQUESTS = 100_000  # queued requests of one caller
-MOST_BYTES = 1 << 30  # queued bytes of all callers together, or FARPROP_MAX_MESSAGE_BYTES if that is more
-MOST_UNREAD = 64 << 20  # unread bytes of answers at which a caller is paused; running requests may add to them
+MOST_REQUESTS = 300_000  # queued requests of one caller: more than a caller sends that keeps to its own limit
 _OVERHEAD = 1024  # memory that a request uses beside its bytes, roughly
 
 
@@ -30,11 +28,17 @@ class AdmissionControl:
 
     A caller that doesn't read its answers is paused: its requests are neither read nor run until it does. This delays
     nothing but the caller itself.
+
+    Args:
+        worker: the name of this worker.
+        most_bytes: the queued bytes of all callers together. One request is taken whatever its size.
+        most_unread: the unread bytes of answers at which a caller is paused. Running requests may add to them.
     """
 
-    def __init__(self, worker: str, max_message_bytes: int) -> None:
+    def __init__(self, worker: str, most_bytes: int, most_unread: int) -> None:
         self._worker = worker
-        self._most_bytes = max(MOST_BYTES, max_message_bytes)
+        self._most_bytes = most_bytes
+        self._most_unread = most_unread
         self._lock = make_lock("admission")
         self._counts: defaultdict[int, int] = defaultdict(int)  # queued requests by the caller's rank
         self._bytes = 0
@@ -78,14 +82,14 @@ class AdmissionControl:
         """Hold back a request if its caller doesn't read its answers; returns whether it was held back."""
         with self._lock:
             # Checked again under the lock: the sender of answers calls ``resume`` after it has changed this number.
-            if connection.outbox_bytes <= MOST_UNREAD or connection.closed:
+            if connection.outbox_bytes <= self._most_unread or connection.closed:
                 return False
             self._held.setdefault(connection, []).append(request)
             return True
 
     def resume(self, connection: Connection) -> list[Request] | None:
         """The caller has read answers, or is gone: returns its requests to run now, or None if it was not paused."""
-        if connection.outbox_bytes > MOST_UNREAD // 2 and not connection.closed:
+        if connection.outbox_bytes > self._most_unread // 2 and not connection.closed:
             return None
         with self._lock:  # before reading the table: another thread may be inside ``hold``
             return self._held.pop(connection, None)

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import torch
 
+from farprop.config import Settings
 from farprop.errors import (
     ConnectionLostError,
     FarpropError,
@@ -32,7 +33,7 @@ from farprop.locks import make_lock
 from farprop.protocol.references.records import OwnedValue
 from farprop.runtime import profiling
 from farprop.runtime.accepted_connections import AcceptedConnections
-from farprop.runtime.admission import MOST_UNREAD, AdmissionControl, BarrierGate
+from farprop.runtime.admission import AdmissionControl, BarrierGate
 from farprop.runtime.async_results import AsyncResults, Deferred
 from farprop.runtime.autograd import anomaly
 from farprop.runtime.autograd.contexts import Context, ContextContainer, current_context
@@ -91,7 +92,7 @@ class Server:
         contexts: ContextContainer,
         devices: DeviceMaps,
         gate: BarrierGate,
-        max_message_bytes: int,
+        settings: Settings,
         dialect: Dialect,
         on_context_ended: Callable[[int, int], None],
         methods: Mapping[Method, Callable[..., Any]],
@@ -110,7 +111,8 @@ class Server:
         self._contexts = contexts
         self._devices = devices
         self._gate = gate
-        self._admission = AdmissionControl(worker, max_message_bytes)
+        self._admission = AdmissionControl(worker, settings.queue_bytes, settings.outbox_bytes)
+        self._most_unread = settings.outbox_bytes
         self._dialect = dialect
         self._resolve = dialect.resolve
         self._may_be_system = dialect.may_be_system
@@ -148,7 +150,7 @@ class Server:
                     self._connections.want_output(connection)  # and input
             if mask & ~OUT == 0:
                 return
-            if connection.outbox_bytes > MOST_UNREAD and mask & ~(IN | OUT) == 0:
+            if connection.outbox_bytes > self._most_unread and mask & ~(IN | OUT) == 0:
                 self._admission.pause(connection)
                 self._loop.change(connection.fd, HANGUP | OUT)
                 return
@@ -255,7 +257,7 @@ class Server:
         ):
             return
         if not flags & SYSTEM:
-            if connection.outbox_bytes > MOST_UNREAD and self._admission.hold(
+            if connection.outbox_bytes > self._most_unread and self._admission.hold(
                 connection, self._request(connection, message, received)
             ):
                 return

@@ -408,7 +408,9 @@ class Blocked:
                 self._pool._activity.running += this_thread.counted + this_thread.answering
 
 
-this_thread = threading.local()  # ``pool``; ``counted`` and ``answering``: what this thread adds to the pool's numbers
+# ``pool``; ``counted`` and ``answering``: what this thread adds to the pool's numbers; ``runs_coroutines``: those of
+# called functions.
+this_thread = threading.local()
 
 
 def pool_of_this_thread() -> ThreadPool | None:
