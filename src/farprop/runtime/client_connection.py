@@ -21,6 +21,7 @@ from typing import Any, cast
 from farprop.config import Settings
 from farprop.errors import ConnectionLostError, OverloadedError, ProtocolError, RpcTimeoutError
 from farprop.locks import make_lock
+from farprop.protocol.host_liveness import PROBE_SECONDS, HostState
 from farprop.protocol.pending_calls import PendingCalls
 from farprop.runtime.event_loop import HANGUP, IN, OUT
 from farprop.runtime.spinner import Spinner
@@ -162,6 +163,7 @@ class ClientConnection:
         self._may_wait = settings.when_full == "wait"
         self._room_waiters: list[tuple[Waker, bool]] = []  # callers that wait for room, and whether they are nested
         self._deadline_timer: TimerHandle | None = None  # for the nearest deadline of the open calls
+        self._is_probed = True  # a timer looks whether the other host still answers, or nothing needs to
         self._uncork_due = False  # a timer will send the requests that wait for more
         self._lost: str | None = None
         self._spinner = Spinner()
@@ -171,6 +173,7 @@ class ClientConnection:
     def attach(self, connection: Connection) -> None:
         self._connection = connection
         self._poller.register(connection.fd, select.POLLIN)
+        self._is_probed = not connection.can_probe
         self._loop.add(connection.fd, HANGUP, self._on_events)
 
     def wrap(self, wrapped: Callable[[Any], Any]) -> None:
@@ -221,6 +224,8 @@ class ClientConnection:
                 if self._lost is not None:
                     raise self._lost_error()
                 self._calls.open(call_id, call, None, size)
+                if not self._is_probed:
+                    self._probe_soon()
                 self._join_readers(call, pooled)
                 self.sent += not message.flags & SYSTEM
             self._send(message, call_id, left)
@@ -329,6 +334,8 @@ class ClientConnection:
             if self._lost is not None:
                 raise self._lost_error()
             self._calls.open(call_id, call, deadline, size)
+            if not self._is_probed:
+                self._probe_soon()
             timer = self._deadline_timer
             if self._reader is None:
                 self._loop_reads()
@@ -369,6 +376,27 @@ class ClientConnection:
             if isinstance(call, FutureCall) and call.timeout is not None:
                 self._fail(call, timeout_error(self.peer, call.timeout))
 
+    def _probe_soon(self) -> None:
+        """While calls are open, find out whether the other host has vanished. Called under the lock."""
+        self._is_probed = True
+        self._loop.call_at(_now() + PROBE_SECONDS, self._probe)
+
+    def _probe(self) -> None:
+        """Called by the loop."""
+        with self._lock:
+            if self._lost is not None or not len(self._calls):
+                self._is_probed = False
+                return
+        try:
+            state = self._connection.probe()
+        except ConnectionLostError as error:
+            self.lose(str(error))
+            return
+        if state is HostState.VANISHED:
+            self.lose("its host does not answer any more")
+            return
+        self._loop.call_at(_now() + PROBE_SECONDS, self._probe)
+
     def _uncork_soon(self) -> None:
         # Called after the request was queued, so a timer that has not run yet will send it.
         if self._uncork_due:
@@ -380,7 +408,8 @@ class ClientConnection:
 
     def _uncork(self) -> None:
         with self._lock:
-            self._uncork_due = False
+            self._is_probed = True  # a timer looks whether the other host still answers, or nothing needs to
+        self._uncork_due = False
         try:
             self._connection.uncork()
         except ConnectionLostError as error:
