@@ -166,11 +166,17 @@ def _late_call(timeout: float) -> None:
         rpc.rpc_sync("worker1", f.noop, timeout=timeout)
 
 
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 def test_a_stopped_worker_is_not_lost(hosts: Hosts) -> None:
     with cluster(2, hosts.environments([0, 1])) as job:
         job.run(0, _keep_a_reference)
-        endless = job.start(0, rpc.rpc_sync, "worker1", f.wait_for_gate, timeout=0)
+        endless = job.start(0, rpc.rpc_sync, "worker1", _wait_in_the_callee, timeout=0)
+        job.run(1, _wait_until_begun)
         job.signal(1, signal.SIGSTOP)
+        wait_until(lambda: _is_stopped(job.pid(1)))
         job.run(0, _late_call, 4)  # longer than a vanished host is waited for
         assert not endless.done()
         job.signal(1, signal.SIGCONT)
