@@ -378,8 +378,8 @@ class ClientConnection:
 
     def _probe_soon(self) -> None:
         """While calls are open, find out whether the other host has vanished. Called under the lock."""
-        self._is_probed = True
         self._loop.call_at(_now() + PROBE_SECONDS, self._probe)
+        self._is_probed = True
 
     def _probe(self) -> None:
         """Called by the loop."""
