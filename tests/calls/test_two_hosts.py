@@ -158,6 +158,20 @@ def test_calls_go_on_soon_after_a_long_cut_and_run_at_most_once(hosts: Hosts) ->
         assert len(set(ran)) == len(ran) <= calls + 1
 
 
+def _is_probed() -> bool:
+    return rpc.api.current_agent().peers.connect("worker1")._is_probed
+
+
+def test_a_connection_is_probed_only_while_calls_are_open(hosts: Hosts) -> None:
+    with cluster(2, hosts.environments([0, 1])) as job:
+        call = job.start(0, rpc.rpc_sync, "worker1", _wait_in_the_callee, timeout=0)
+        job.run(1, _wait_until_begun)
+        assert job.run(0, _is_probed)
+        job.run(1, f.open_gate)
+        call.result()
+        wait_until(lambda: not job.run(0, _is_probed))
+
+
 # A worker that does not answer on a host that does
 
 
