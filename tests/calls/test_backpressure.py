@@ -158,11 +158,14 @@ def test_callers_that_wait_for_room_learn_of_the_death_of_the_worker(env: dict[s
 
 def test_queue_of_a_worker_has_a_limit_of_its_own(env: dict[str, str]) -> None:
     """A caller that keeps to no limit is refused by the worker."""
-    limits = [{**env, "FARPROP_QUEUE_BYTES": str(4 * MIB)}, {**env}]
-    with cluster(2, limits, options={"num_worker_threads": 1}) as c:
+    limits = [{**env, "FARPROP_QUEUE_BYTES": str(4 * MIB)}, env, env]
+    with cluster(3, limits, options={"num_worker_threads": 1}) as c:
         c.run(1, _flood, "worker0", 20)
         wait_until(lambda: c.run(1, _done) >= 15)
+        other = c.start(2, rpc.rpc_sync, "worker0", len, (bytes(2 * MIB),))
+        wait_until(lambda: int(c.run(0, f.debug_info)["agent.num_pending_requests"]) >= 4)
         c.run(0, f.open_gate)
+        assert other.result() == 2 * MIB  # it is not locked out
         refused = c.run(1, _refusals)
         assert 15 <= len(refused) <= 17
         assert "the limit is 4194304" in refused[0]

@@ -31,7 +31,8 @@ class AdmissionControl:
 
     Args:
         worker: the name of this worker.
-        most_bytes: the queued bytes of all callers together. One request is taken whatever its size.
+        most_bytes: the queued bytes of all callers together. A caller that has nothing queued may queue one request
+            whatever its size, so that a flood of others does not lock it out.
         most_unread: the unread bytes of answers at which a caller is paused. Running requests may add to them.
     """
 
@@ -51,7 +52,7 @@ class AdmissionControl:
         rank = connection.rank
         with self._lock:
             count, waiting = self._counts[rank], self._bytes
-            if count < MOST_REQUESTS and (waiting + size <= self._most_bytes or not waiting):
+            if count < MOST_REQUESTS and (waiting + size <= self._most_bytes or not count):
                 self._counts[rank] = count + 1
                 self._bytes = waiting + size
                 return None
