@@ -264,8 +264,10 @@ def test_every_setting_is_listed_with_its_default() -> None:
     rows = dict(re.findall(r"^\| `(FARPROP_\w+)` \| (.*?) \|", README, re.MULTILINE))
     assert set(rows) == {f"FARPROP_{name.upper()}" for name in Settings.__dataclass_fields__}
     assert rows["FARPROP_TRANSPORT"] == f"`{Settings.transport}`"
-    for name in ("max_message_bytes", "shm_pool_bytes"):
+    for name in ("max_message_bytes", "shm_pool_bytes", "queue_bytes"):
         assert rows[f"FARPROP_{name.upper()}"] == f"{getattr(Settings, name) >> 30} GiB"
+    for name in ("in_flight_bytes", "outbox_bytes"):
+        assert rows[f"FARPROP_{name.upper()}"] == f"{getattr(Settings, name) >> 20} MiB"
 
 
 def test_every_error_is_listed_with_its_base() -> None:

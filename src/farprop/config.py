@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from farprop.errors import UsageError
 
 GIB = 1 << 30
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,10 @@ class Settings:
     tls_key: str | None = None
     tls_ca: str | None = None
     max_message_bytes: int = 16 * GIB
+    queue_bytes: int = GIB
+    outbox_bytes: int = 64 * MIB
+    in_flight_bytes: int = 256 * MIB
+    when_full: str = "wait"
     shm_pool_bytes: int = GIB
     autograd_mode: str = "smart"
     restricted: bool = False
@@ -59,8 +64,15 @@ class Settings:
         mode = env.get("FARPROP_AUTOGRAD_MODE") or "smart"
         if mode not in ("smart", "fast"):
             raise UsageError(f"FARPROP_AUTOGRAD_MODE={mode!r} is not known: use 'smart' or 'fast'.")
+        when_full = env.get("FARPROP_WHEN_FULL") or "wait"
+        if when_full not in ("wait", "raise"):
+            raise UsageError(
+                f"FARPROP_WHEN_FULL={when_full!r} is not known: use 'wait' (calls wait for room) or 'raise' (they "
+                "raise OverloadedError)."
+            )
         return cls(
             autograd_mode=mode,
+            when_full=when_full,
             transport=transport,
             interface=env.get("FARPROP_INTERFACE") or None,
             host_name=env.get("FARPROP_HOST_NAME", ""),
@@ -71,6 +83,9 @@ class Settings:
             insecure=_switch(env, "FARPROP_INSECURE", False),
             tls=_switch(env, "FARPROP_TLS", True),
             max_message_bytes=_number(env, "FARPROP_MAX_MESSAGE_BYTES", cls.max_message_bytes, "bytes"),
+            queue_bytes=_number(env, "FARPROP_QUEUE_BYTES", cls.queue_bytes, "bytes"),
+            outbox_bytes=_number(env, "FARPROP_OUTBOX_BYTES", cls.outbox_bytes, "bytes"),
+            in_flight_bytes=_number(env, "FARPROP_IN_FLIGHT_BYTES", cls.in_flight_bytes, "bytes"),
             shm_pool_bytes=_number(env, "FARPROP_SHM_POOL_BYTES", cls.shm_pool_bytes, "bytes"),
             spin_microseconds=_number(
                 env, "FARPROP_SPIN_MICROSECONDS", cls.spin_microseconds, "microseconds, a million at most", 1_000_000

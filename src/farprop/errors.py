@@ -37,7 +37,7 @@ class ConnectionLostError(FarpropError, ConnectionError):
 
 
 class OverloadedError(FarpropError):
-    """Too many requests wait at the other worker, so it refused this one without running it."""
+    """Too many requests wait at the other worker or are under way to it, so this one was not run."""
 
 
 class ReferenceLostError(ConnectionLostError):

@@ -10,6 +10,7 @@ import torch
 
 import farprop.rpc as rpc
 from tests.calls import functions as f
+from tests.references.looking import wait_until
 from tests.support import lock_order
 from tests.support.workers import cluster
 
@@ -131,3 +132,27 @@ def _in_flight() -> None:
 def test_five_thousand_calls_in_flight(env: dict[str, str]) -> None:
     with cluster(2, env) as c:
         c.run(0, _in_flight)
+
+
+_flood_futures: list[Any] = []
+
+
+def _flood_and_keep(count: int) -> None:
+    _flood_futures.extend(rpc.rpc_async("worker0", f.wait_for_gate_and_note, args=("flood",)) for _ in range(count))
+
+
+def _await_flood() -> None:
+    torch.futures.wait_all(_flood_futures)
+    _flood_futures.clear()
+
+
+def test_a_flood_of_one_caller_does_not_keep_another_waiting(env: dict[str, str]) -> None:
+    with cluster(3, env, options={"num_worker_threads": 1}) as c:
+        c.run(1, _flood_and_keep, 3000)
+        wait_until(lambda: int(c.run(0, f.debug_info)["agent.num_pending_requests"]) == 2999)
+        ping = c.start(2, rpc.rpc_sync, "worker0", f.note, ("ping",))
+        wait_until(lambda: int(c.run(0, f.debug_info)["agent.num_pending_requests"]) == 3000)
+        c.run(0, f.open_gate)
+        ping.result()
+        c.run(1, _await_flood)
+        assert c.run(0, f.noted).index("ping") < 20

@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 
 import farprop.rpc as rpc
-from farprop.runtime import client_connection
 from farprop.runtime.agent_registry import current_agent
 from tests.calls import functions as f
 from tests.references import functions as g
@@ -29,12 +28,12 @@ _CALLS: dict[str, Call] = {
 
 @contextmanager
 def _interrupt_before_sending() -> Iterator[None]:
-    def interrupted(timeout: float) -> None:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     connection = current_agent().peers.connect("worker1")
     with (
-        mock.patch.object(client_connection, "_OUTBOX_LIMIT", -1),
+        mock.patch.object(connection, "_most_outbox", -1),
         mock.patch.object(connection, "_wait_for_room", interrupted),
     ):
         yield

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import farprop.rpc as rpc
+from farprop.config import Settings
 from farprop.errors import OverloadedError, UsageError
 from farprop.runtime import admission as waiting
 from farprop.runtime.agent_registry import current_agent
@@ -116,7 +117,7 @@ def test_worker_stops_reading_from_a_caller_that_reads_no_answers() -> None:
                     sent += connection.send(request[sent % len(request) :])
             assert sent < 50 << 20  # the socket buffers, and the requests read before too many answers were pending
             serves(c)
-            assert c.run(0, _outboxes) < waiting.MOST_UNREAD + (50 << 20)
+            assert c.run(0, _outboxes) < Settings().outbox_bytes + (50 << 20)
             assert memory(c.pid(0)) - before < 300 << 20
             # When it reads, all answers arrive, also those of requests that were held back.
             connection.settimeout(60)

@@ -39,7 +39,7 @@ class Source:
     def on_input(self, _: int) -> None:
         for _byte in os.read(self.read, 1000):
             function = self.todo.pop(0)
-            self.pool.push_request((function, ()))  # type: ignore[arg-type]
+            self.pool.push_request((0, function, ()))  # type: ignore[arg-type]
 
     def request(self, *functions: object) -> None:
         self.todo += functions
@@ -202,6 +202,46 @@ def test_submitted_jobs_run_even_when_the_pool_closes() -> None:
         pool.submit(ran.append, i)
     pool.close(5.0)
     assert sorted(ran) == list(range(100))
+
+
+def test_peers_take_turns() -> None:
+    """Each peer's requests run in order, whatever the others have queued."""
+    pool = ThreadPool("test", 1, EventLoop())
+    ran: list[tuple[int, int]] = []
+    done = threading.Event()
+    counts = {1: 1000, 2: 3, 3: 40}
+    for peer, count in counts.items():
+        for number in range(count):
+            pool.push_request((peer, ran.append, ((peer, number),)))
+    pool.push_request((1, done.set, ()))
+    pool.start()
+    assert done.wait(10)
+    pool.close(5.0)
+    for peer, count in counts.items():
+        assert [number for by, number in ran if by == peer] == list(range(count))
+    assert ran.index((2, 2)) < 20
+    assert ran.index((3, 39)) < 120
+
+
+def test_a_peer_that_comes_later_does_not_wait_for_a_flood() -> None:
+    pool = ThreadPool("test", 1, EventLoop())
+    ran: list[str] = []
+    done = threading.Event()
+
+    def flood(number: int) -> None:
+        ran.append("flood")
+        if number == 100:
+            pool.submit_request((2, ran.append, ("ping",)))
+        if number == 1000:
+            done.set()
+
+    for number in range(1001):
+        pool.push_request((1, flood, (number,)))
+    pool.start()
+    assert done.wait(10)
+    pool.close(5.0)
+    assert len(ran) == 1002
+    assert ran.index("ping") < 120
 
 
 def test_many_requests_each_run_once(pool: ThreadPool, source: Source) -> None:

@@ -16,10 +16,11 @@ Call = TypeVar("Call")
 
 
 class PendingCalls(Generic[Call]):
-    """The calls to one peer, by id, with their deadlines. A call may have none."""
+    """The calls to one peer, by id, with their deadlines. A call may have none. ``bytes`` is the sum of their sizes."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, tuple[Call, float | None]] = {}
+        self.bytes = 0
+        self._calls: dict[int, tuple[Call, float | None, int]] = {}
         self._deadlines: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
@@ -28,9 +29,10 @@ class PendingCalls(Generic[Call]):
     def __contains__(self, call_id: int) -> bool:
         return call_id in self._calls
 
-    def open(self, call_id: int, call: Call, deadline: float | None) -> None:
-        """Add a call."""
-        self._calls[call_id] = call, deadline
+    def open(self, call_id: int, call: Call, deadline: float | None, size: int = 0) -> None:
+        """Add a call, with the size of its request in bytes."""
+        self.bytes = self.bytes + size if self._calls else size
+        self._calls[call_id] = call, deadline, size
         if deadline is not None:
             heapq.heappush(self._deadlines, (deadline, call_id))
 
@@ -41,6 +43,7 @@ class PendingCalls(Generic[Call]):
             self._drop_dead_deadlines()
         if entry is None:
             return None
+        self.bytes -= entry[2]  # an interrupt behind this may count it twice, until no call is pending
         del self._calls[call_id]  # last, and not by a call: an interrupt finds the call here or at the caller
         return entry[0]
 
@@ -60,13 +63,14 @@ class PendingCalls(Generic[Call]):
             _, call_id = heapq.heappop(self._deadlines)
             entry = self._calls.pop(call_id, None)
             if entry is not None:
+                self.bytes -= entry[2]
                 expired.append(entry[0])
         return expired
 
     def lost(self) -> list[Call]:
         """The peer is gone: remove and return all calls."""
         calls = [entry[0] for entry in self._calls.values()]
-        self._calls, self._deadlines = {}, []  # as in ``answer``
+        self._calls, self._deadlines, self.bytes = {}, [], 0  # as in ``answer``
         return calls
 
     def _drop_dead_deadlines(self) -> None:
@@ -77,6 +81,7 @@ class PendingCalls(Generic[Call]):
 
     def validate(self) -> None:
         live = {call_id for _, call_id in self._deadlines}
-        for call_id, (_, deadline) in self._calls.items():
+        assert self.bytes == sum(size for _, _, size in self._calls.values())
+        for call_id, (_, deadline, _) in self._calls.items():
             assert deadline is None or call_id in live, f"the deadline of call {call_id} is not in the heap"
         assert len(self._deadlines) <= max(64, 4 * (len(self._calls) + 1)) + 1

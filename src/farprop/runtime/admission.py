@@ -9,15 +9,14 @@ from collections.abc import Callable, Hashable
 from farprop.errors import OverloadedError
 from farprop.locks import make_lock
 from farprop.runtime.rate_limited_log import RateLimitedLog
+from farprop.runtime.request_queue import Request
 from farprop.transport.connection import Connection
 from farprop.wire.function_names import shown_name
 from farprop.wire.message import Message
 
 _log = logging.getLogger(__name__)
 
-MOST_REQUESTS = 100_000  # queued requests of one caller
-MOST_BYTES = 1 << 30  # queued bytes of all callers together, or FARPROP_MAX_MESSAGE_BYTES if that is more
-MOST_UNREAD = 64 << 20  # unread bytes of answers at which a caller is paused; running requests may add to them
+MOST_REQUESTS = 300_000  # queued requests of one caller: more than a caller sends that keeps to its own limit
 _OVERHEAD = 1024  # memory that a request uses beside its bytes, roughly
 
 
@@ -29,15 +28,22 @@ class AdmissionControl:
 
     A caller that doesn't read its answers is paused: its requests are neither read nor run until it does. This delays
     nothing but the caller itself.
+
+    Args:
+        worker: the name of this worker.
+        most_bytes: the queued bytes of all callers together. A caller that has nothing queued may queue one request
+            whatever its size, so that a flood of others does not lock it out.
+        most_unread: the unread bytes of answers at which a caller is paused. Running requests may add to them.
     """
 
-    def __init__(self, worker: str, max_message_bytes: int) -> None:
+    def __init__(self, worker: str, most_bytes: int, most_unread: int) -> None:
         self._worker = worker
-        self._most_bytes = max(MOST_BYTES, max_message_bytes)
+        self._most_bytes = most_bytes
+        self._most_unread = most_unread
         self._lock = make_lock("admission")
         self._counts: defaultdict[int, int] = defaultdict(int)  # queued requests by the caller's rank
         self._bytes = 0
-        self._held: dict[Connection, list[Callable[[], None]]] = {}
+        self._held: dict[Connection, list[Request]] = {}
         self._refusals = RateLimitedLog(_log)
 
     def admit(self, connection: Connection, message: Message) -> OverloadedError | None:
@@ -46,7 +52,7 @@ class AdmissionControl:
         rank = connection.rank
         with self._lock:
             count, waiting = self._counts[rank], self._bytes
-            if count < MOST_REQUESTS and (waiting + size <= self._most_bytes or not waiting):
+            if count < MOST_REQUESTS and (waiting + size <= self._most_bytes or not count):
                 self._counts[rank] = count + 1
                 self._bytes = waiting + size
                 return None
@@ -73,18 +79,18 @@ class AdmissionControl:
         with self._lock:
             self._held.setdefault(connection, [])
 
-    def hold(self, connection: Connection, run: Callable[[], None]) -> bool:
+    def hold(self, connection: Connection, request: Request) -> bool:
         """Hold back a request if its caller doesn't read its answers; returns whether it was held back."""
         with self._lock:
             # Checked again under the lock: the sender of answers calls ``resume`` after it has changed this number.
-            if connection.outbox_bytes <= MOST_UNREAD or connection.closed:
+            if connection.outbox_bytes <= self._most_unread or connection.closed:
                 return False
-            self._held.setdefault(connection, []).append(run)
+            self._held.setdefault(connection, []).append(request)
             return True
 
-    def resume(self, connection: Connection) -> list[Callable[[], None]] | None:
+    def resume(self, connection: Connection) -> list[Request] | None:
         """The caller has read answers, or is gone: returns its requests to run now, or None if it was not paused."""
-        if connection.outbox_bytes > MOST_UNREAD // 2 and not connection.closed:
+        if connection.outbox_bytes > self._most_unread // 2 and not connection.closed:
             return None
         with self._lock:  # before reading the table: another thread may be inside ``hold``
             return self._held.pop(connection, None)
@@ -98,16 +104,16 @@ class BarrierGate:
     """Holds back requests of workers that have left a barrier which this worker has not left yet.
 
     Programs often register something right after a barrier, and then call the other workers. The barrier may end a
-    moment later at a callee; without the gate it would run the call before it has registered anything. ``submit`` runs
-    a request on a thread of the pool.
+    moment later at a callee; without the gate it would run the call before it has registered anything. ``submit``
+    queues a request.
     """
 
-    def __init__(self, submit: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, submit: Callable[[Request], None]) -> None:
         self.is_shut = False  # checked by every request, without the lock
         self._submit = submit
         self._lock = make_lock("barrier_gate")
         self._barriers: dict[Hashable, tuple[frozenset[str], frozenset[bytes]]] = {}
-        self._held: list[tuple[str, bytes, Callable[[], None]]] = []
+        self._held: list[tuple[str, bytes, Request]] = []
 
     def shut(self, key: Hashable, workers: frozenset[str], but_for: frozenset[bytes]) -> None:
         """Hold back the calls of these workers, except for calls of the functions in ``but_for``.
@@ -129,18 +135,18 @@ class BarrierGate:
             self._barriers.pop(key, None)
             self.is_shut = bool(self._barriers)
             held, self._held = self._held, []
-            free: list[tuple[str, bytes, Callable[[], None]]] = []
-            for request in held:
-                (self._held if self._is_held(*request[:2]) else free).append(request)
-        for _, _, run in free:
-            self._submit(run)
+            free: list[tuple[str, bytes, Request]] = []
+            for entry in held:
+                (self._held if self._is_held(*entry[:2]) else free).append(entry)
+        for _, _, request in free:
+            self._submit(request)
 
-    def hold(self, worker: str, function: bytes, run: Callable[[], None]) -> bool:
-        """Hold back a request if a barrier requires it; ``run`` is called later. Returns whether it was held back."""
+    def hold(self, worker: str, function: bytes, request: Request) -> bool:
+        """Hold back a request if a barrier requires it, to queue it later. Returns whether it was held back."""
         with self._lock:
             if not self._is_held(worker, function):
                 return False
-            self._held.append((worker, function, run))
+            self._held.append((worker, function, request))
             return True
 
     def _is_held(self, worker: str, function: bytes) -> bool:

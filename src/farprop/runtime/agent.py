@@ -115,6 +115,7 @@ class Agent:
             self.references,
             self._new_connection,
             self._on_connection_lost,
+            self._settings,
         )
         self.services.bind(self.peers, self.references)
         self._devices = DeviceMaps(self.membership, options.device_maps, self.references.instances.get)
@@ -142,7 +143,7 @@ class Agent:
             self.gradients.contexts,
             self._devices,
             self.gate,
-            self._settings.max_message_bytes,
+            self._settings,
             dialect,
             self.context_cleanup.release,
             {

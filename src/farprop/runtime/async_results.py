@@ -16,7 +16,8 @@ from typing import Any
 from farprop._torch import Future, ScriptFunction
 from farprop.locks import make_lock
 from farprop.runtime.autograd.contexts import Context, current_context
-from farprop.runtime.thread_pool import ThreadPool
+from farprop.runtime.request_queue import OWN
+from farprop.runtime.thread_pool import ThreadPool, this_thread
 
 Answer = Callable[[Any], None]
 Fail = Callable[[BaseException], None]
@@ -82,10 +83,14 @@ class AsyncioThread:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(
-                    target=self._loop.run_forever, name=f"farprop-async-{self._worker}", daemon=True
+                    target=self._run_forever, args=(self._loop,), name=f"farprop-async-{self._worker}", daemon=True
                 )
                 self._thread.start()
             return self._loop
+
+    def _run_forever(self, loop: asyncio.AbstractEventLoop) -> None:
+        this_thread.runs_coroutines = True
+        loop.run_forever()
 
     def close(self) -> None:
         """Cancel all coroutines and end the thread."""
@@ -146,7 +151,8 @@ class AsyncResults:
             self._coroutines.run(value, answer, fail)
             current_context.reset(outer)
         else:
-            value.subscribe(lambda: self._threads.submit_request(self._resume, value, context, answer, fail))
+            request = OWN, self._resume, (value, context, answer, fail)
+            value.subscribe(lambda: self._threads.submit_request(request))
 
     def _resume(self, deferred: Deferred, context: Context | None, answer: Answer, fail: Fail) -> None:
         outer = current_context.set(context)

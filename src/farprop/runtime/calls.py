@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from farprop._torch import set_result
-from farprop.errors import ConnectionLostError, InjectedFaultError, RpcTimeoutError, UsageError
+from farprop.errors import ConnectionLostError, InjectedFaultError, OverloadedError, RpcTimeoutError, UsageError
 from farprop.ids import WorkerInfo
 from farprop.protocol.references.records import Fork, OwnedValue
 from farprop.runtime import profiling
@@ -123,7 +123,7 @@ class Calls:
             call.on_sending(connection)
             connection.call_async(message, call)
             call.call_id = message.call_id
-        except (ConnectionLostError, InjectedFaultError) as error:
+        except (ConnectionLostError, OverloadedError, InjectedFaultError) as error:
             self._after_failed_send(message, error)
             call.finish(None, error)
         except BaseException as error:
@@ -179,7 +179,7 @@ class Calls:
             references.attach_refs(message, rank, connection, Creation(fork, site.encode()), lend=True)
             sending = True
             connection.call_async(message, call)
-        except (ConnectionLostError, InjectedFaultError) as error:
+        except (ConnectionLostError, OverloadedError, InjectedFaultError) as error:
             self._after_failed_send(message, error)
             if not sending:  # encoding an argument failed
                 references.abandon(subject, sent=False)

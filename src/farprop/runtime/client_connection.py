@@ -18,8 +18,10 @@ import time
 from collections.abc import Callable
 from typing import Any, cast
 
-from farprop.errors import ConnectionLostError, ProtocolError, RpcTimeoutError
+from farprop.config import Settings
+from farprop.errors import ConnectionLostError, OverloadedError, ProtocolError, RpcTimeoutError
 from farprop.locks import make_lock
+from farprop.protocol.host_liveness import PROBE_SECONDS, HostState
 from farprop.protocol.pending_calls import PendingCalls
 from farprop.runtime.event_loop import HANGUP, IN, OUT
 from farprop.runtime.spinner import Spinner
@@ -34,8 +36,7 @@ _log = logging.getLogger(__name__)
 _DEBUG = logging.DEBUG
 
 _now = time.monotonic
-# If the outbox holds more than this, a caller waits, up to its deadline, before it adds a request.
-_OUTBOX_LIMIT = 256 << 20
+_OVERHEAD = 1024  # memory that an open call uses beside the bytes of its request, at both ends, roughly
 # With more open calls than this, small requests are sent together, after a short delay at most.
 _PIPELINED = 16
 _UNCORK_SECONDS = 0.001
@@ -89,6 +90,9 @@ class AwaitedCall(FutureCall):
         self.waiter: Waiter | None = None
 
 
+_DEFAULTS = Settings()
+
+
 class _LoopReads:
     """The value of ``_reader`` while the loop reads."""
 
@@ -136,6 +140,7 @@ class ClientConnection:
         rank: int,
         on_lost: Callable[[ClientConnection, str], None],
         on_refs: Callable[[int, Message], Any],
+        settings: Settings = _DEFAULTS,
     ) -> None:
         self.peer = peer
         self.rank = rank
@@ -156,7 +161,12 @@ class ClientConnection:
         self._wants_input = False
         self._wants_output = False
         self._hung_up = False
+        self._most_outbox = settings.outbox_bytes
+        self._most_in_flight = settings.in_flight_bytes
+        self._may_wait = settings.when_full == "wait"
+        self._room_waiters: dict[Waker, bool] = {}  # callers that wait for room, and whether they are nested
         self._deadline_timer: TimerHandle | None = None  # for the nearest deadline of the open calls
+        self._is_probed = True  # a timer looks whether the other host still answers, or nothing needs to
         self._uncork_due = False  # a timer will send the requests that wait for more
         self._lost: str | None = None
         self._to_fail: list[Waiter | FutureCall] = []  # calls that were open when the connection was lost
@@ -167,6 +177,7 @@ class ClientConnection:
     def attach(self, connection: Connection) -> None:
         self._connection = connection
         self._poller.register(connection.fd, select.POLLIN)
+        self._is_probed = not connection.can_probe
         self._loop.add(connection.fd, HANGUP, self._on_events)
 
     def wrap(self, wrapped: Callable[[Any], Any]) -> None:
@@ -176,7 +187,7 @@ class ClientConnection:
     @property
     def has_room(self) -> bool:
         """Whether a call would be sent without waiting for room in the outbox."""
-        return self._connection.outbox_bytes <= _OUTBOX_LIMIT
+        return self._connection.outbox_bytes <= self._most_outbox
 
     @property
     def open_calls(self) -> int:
@@ -204,18 +215,24 @@ class ClientConnection:
         pooled = getattr(this_thread, "pool", None) is threads
         if not pooled:
             self._loop.called_from_outside = True
-        if self._connection.outbox_bytes > _OUTBOX_LIMIT:
-            self._wait_for_room(timeout)
-        deadline = None if timeout is None else _now() + timeout
+        left = timeout
+        size = _OVERHEAD + len(message.payload)
+        if message.buffers:
+            size += sum([buffer.nbytes for buffer in message.buffers])
+        if self._connection.outbox_bytes > self._most_outbox or self._calls.bytes > self._most_in_flight:
+            left = self._wait_for_room(message, pooled, timeout)
+        deadline = None if left is None else _now() + left
         # From here on Ctrl-C must leave nothing of this call behind.
         try:
             with self._lock:
                 if self._lost is not None:
                     raise self._lost_error()
-                self._calls.open(call_id, call, None)
+                self._calls.open(call_id, call, None, size)
+                if not self._is_probed:
+                    self._probe_soon()
                 self._join_readers(call, pooled)
                 self.sent += not message.flags & SYSTEM
-            self._send(message, call_id, timeout)
+            self._send(message, call_id, left)
             self._wait(call, deadline, pooled)
             if call.outcome is None or self._reader is call or call in self._followers:
                 self._leave(call, call_id)
@@ -310,18 +327,25 @@ class ClientConnection:
         """Send a request; ``call.finish`` is called once with its outcome."""
         timeout = call.timeout
         call_id = message.call_id = next(self._ids)
-        if getattr(this_thread, "pool", None) is not self._threads:
+        pooled = getattr(this_thread, "pool", None) is self._threads
+        if not pooled:
             self._loop.called_from_outside = True
-        if self._connection.outbox_bytes > _OUTBOX_LIMIT:
-            self._wait_for_room(timeout)
-        deadline = None if timeout is None else _now() + timeout
+        left = timeout
+        size = _OVERHEAD + len(message.payload)
+        if message.buffers:
+            size += sum([buffer.nbytes for buffer in message.buffers])
+        if self._connection.outbox_bytes > self._most_outbox or self._calls.bytes > self._most_in_flight:
+            left = self._wait_for_room(message, pooled, timeout)
+        deadline = None if left is None else _now() + left
         opened = False
         try:
             with self._lock:
                 if self._lost is not None:
                     raise self._lost_error()
-                self._calls.open(call_id, call, deadline)
+                self._calls.open(call_id, call, deadline, size)
                 opened = True
+                if not self._is_probed:
+                    self._probe_soon()
                 timer = self._deadline_timer
                 reader = self._reader
                 if reader is None or reader.has_left:
@@ -331,7 +355,7 @@ class ClientConnection:
                 more = len(self._calls) > _PIPELINED
             if deadline is not None and (timer is None or deadline < timer.when):
                 self._watch_deadlines()
-            self._send(message, call_id, timeout, more)
+            self._send(message, call_id, left, more)
             if more:
                 self._uncork_soon()
         except BaseException as error:
@@ -357,10 +381,32 @@ class ClientConnection:
         with self._lock:
             expired = self._calls.expire(_now())
             self._given_up += len(expired)
+            self._wake_for_room()
         self._watch_deadlines()
         for call in expired:
             if isinstance(call, FutureCall) and call.timeout is not None:
                 self._fail(call, timeout_error(self.peer, call.timeout))
+
+    def _probe_soon(self) -> None:
+        """While calls are open, find out whether the other host has vanished. Called under the lock."""
+        self._loop.call_at(_now() + PROBE_SECONDS, self._probe)
+        self._is_probed = True
+
+    def _probe(self) -> None:
+        """Called by the loop."""
+        with self._lock:
+            if self._lost is not None or not len(self._calls):
+                self._is_probed = False
+                return
+        try:
+            state = self._connection.probe()
+        except ConnectionLostError as error:
+            self.lose(str(error))
+            return
+        if state is HostState.VANISHED:
+            self.lose("its host does not answer any more")
+            return
+        self._loop.call_at(_now() + PROBE_SECONDS, self._probe)
 
     def _uncork_soon(self) -> None:
         # Called after the request was queued, so a timer that has not run yet will send it.
@@ -373,7 +419,8 @@ class ClientConnection:
 
     def _uncork(self) -> None:
         with self._lock:
-            self._uncork_due = False
+            self._is_probed = True  # a timer looks whether the other host still answers, or nothing needs to
+        self._uncork_due = False
         try:
             self._connection.uncork()
         except ConnectionLostError as error:
@@ -400,15 +447,49 @@ class ClientConnection:
             self.lose(f"sending to it was interrupted by {type(error).__name__}")  # half a message may have been sent
             raise
 
-    def _wait_for_room(self, timeout: float | None) -> None:
-        poller = select.poll()
-        poller.register(self._connection.fd, select.POLLOUT)
-        began = _now()
-        while self._connection.outbox_bytes > _OUTBOX_LIMIT and not self._connection.closed:
-            if timeout is not None and _now() - began > timeout:
-                raise timeout_error(self.peer, timeout)
-            with self._threads.blocked():
-                poller.poll(20)
+    def _wait_for_room(self, message: Message, pooled: bool, timeout: float | None) -> float | None:
+        """Wait until a request may be sent, or raise if the settings say so; returns the seconds that are left.
+
+        A nested call waits for nothing but the outbox, and farprop's own calls wait for nothing at all: the answers
+        that would make room may depend on them.
+        """
+        if message.flags & SYSTEM:
+            return timeout
+        nested = pooled or getattr(this_thread, "runs_coroutines", False)
+        if not nested and not self._may_wait:
+            raise OverloadedError(
+                f"A call to {self.peer} was not sent: calls of {self._calls.bytes} bytes have no answer yet, of which "
+                f"{self._connection.outbox_bytes} bytes are not sent. The limits are FARPROP_IN_FLIGHT_BYTES="
+                f"{self._most_in_flight} and FARPROP_OUTBOX_BYTES={self._most_outbox}. Wait for answers before you "
+                "send more, or set FARPROP_WHEN_FULL=wait."
+            )
+        waker = Waker()
+        deadline = None if timeout is None else _now() + timeout
+        with self._threads.blocked():
+            while True:
+                with self._lock:
+                    if self._lost is not None or self._has_room(nested):
+                        break
+                    self._room_waiters[waker] = nested
+                # An interrupt of another thread may have lost the wake-up.
+                left = _LOOK_SECONDS if deadline is None else deadline - _now()
+                if left <= 0:
+                    raise timeout_error(self.peer, cast(float, timeout))
+                waker.wait(timeout=min(_LOOK_SECONDS, left))
+        return None if deadline is None else max(0.0, deadline - _now())
+
+    def _has_room(self, nested: bool) -> bool:
+        # Half of the limit, so that callers who wait are not woken for each answer.
+        return self._connection.outbox_bytes <= self._most_outbox // 2 and (
+            nested or self._calls.bytes <= self._most_in_flight // 2
+        )
+
+    def _wake_for_room(self) -> None:
+        """Calls have ended, or bytes were sent: wake those who wait for that. Called under the lock."""
+        for waker, nested in list(self._room_waiters.items()):
+            if self._lost is not None or self._has_room(nested):
+                waker.wake()
+                del self._room_waiters[waker]
 
     def _await_answer(self, call: Waiter, deadline: float | None) -> None:
         """Read if this caller is the reader, else sleep until its answer has arrived or it becomes the reader."""
@@ -437,6 +518,7 @@ class ClientConnection:
         with self._lock:
             self._followers.pop(call, None)
             self._given_up += self._calls.answer(call_id) is not None and sent
+            self._wake_for_room()
         self._hand_over(call)
 
     # Reading
@@ -495,6 +577,8 @@ class ClientConnection:
                         call = pair[0] = self._calls.answer(message.call_id)
                         if call is None and self._given_up:
                             self._given_up -= 1
+                if self._room_waiters:
+                    self._wake_for_room()
             while answered:
                 self._deliver_one(answered[-1], run)
                 answered.pop()
@@ -595,9 +679,11 @@ class ClientConnection:
         """Called by the loop."""
         if mask & OUT:
             try:
-                if self._connection.flush():
+                flushed = self._connection.flush()
+                if flushed or self._room_waiters:
                     with self._lock:
-                        if not self._connection.outbox_bytes:
+                        self._wake_for_room()
+                        if flushed and not self._connection.outbox_bytes:
                             self._wants_output = False
                             self._set_events()
             except ConnectionLostError as error:
@@ -665,6 +751,8 @@ class ClientConnection:
     def _end(self) -> None:
         """Do what follows from the loss. To do it again does no harm: an interrupt leaves the rest to the pool."""
         try:
+            with self._lock:
+                self._wake_for_room()
             timer, self._deadline_timer = self._deadline_timer, None
             if timer is not None:
                 timer.cancel()

@@ -4,7 +4,7 @@ What dialling a suspected worker shows:
 
 - It answers: it is alive.
 - Its address refuses connections, or another process has it: the worker is dead.
-- It can't be reached: it is dialled again, and taken for dead after ``PATIENCE`` seconds.
+- It can't be reached: it is dialled again, and taken for dead after ``PATIENCE`` seconds. The network may come back.
 - It takes the connection and does not answer: it is stopped or slow, and not dead.
 
 A restarted worker keeps its rank, but is another instance. The instance before it is dead.
@@ -24,7 +24,7 @@ from farprop.runtime.references.guarded_machine import GuardedMachine
 
 _log = logging.getLogger(__name__)
 
-PATIENCE = 20.0
+PATIENCE = 120.0
 _REDIAL_SECONDS = 0.5
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from farprop.config import Settings
 from farprop.errors import ConnectionLostError, UsageError
 from farprop.ids import WorkerInfo
 from farprop.locks import make_lock
@@ -42,6 +43,7 @@ class Peers:
         references: RRefContext,
         new_connection: NewConnection,
         on_lost: Callable[[ClientConnection], None],
+        settings: Settings,
     ) -> None:
         self.connections: dict[str, ClientConnection] = {}  # by the worker's name
         self.by_rank: dict[int, ClientConnection] = {}  # the same connections, by rank
@@ -53,6 +55,7 @@ class Peers:
         self._references = references
         self._new_connection = new_connection
         self._report_lost = on_lost
+        self._settings = settings
         self._lock = make_lock("peers")
         self._closed = False
         self._fault_policy: FaultPolicy | None = None
@@ -117,7 +120,7 @@ class Peers:
             return self._connect_to_self()
         _log.debug("%s: dialling %s (rank %d)", self._own.label, name, entry.rank)
         client = ClientConnection(
-            self._threads, self._own.label, name, entry.rank, self._on_lost, self._references.take_refs
+            self._threads, self._own.label, name, entry.rank, self._on_lost, self._references.take_refs, self._settings
         )
         stream = self._dialer.dial(entry, deadline)
         self._references.instances.meet(entry.rank, entry.instance)
@@ -139,7 +142,9 @@ class Peers:
 
     def _connect_to_self(self) -> ClientConnection:
         own = self._own
-        client = SelfConnection(self._threads, own.label, own.name, own.id, self._on_lost, self._references.take_refs)
+        client = SelfConnection(
+            self._threads, own.label, own.name, own.id, self._on_lost, self._references.take_refs, self._settings
+        )
         client.open(self.accept_own)
         if self._fault_policy is not None:
             client.wrap(self._make_faulty)

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import torch
 
+from farprop.config import Settings
 from farprop.errors import (
     ConnectionLostError,
     FarpropError,
@@ -32,13 +33,14 @@ from farprop.locks import make_lock
 from farprop.protocol.references.records import OwnedValue
 from farprop.runtime import profiling
 from farprop.runtime.accepted_connections import AcceptedConnections
-from farprop.runtime.admission import MOST_UNREAD, AdmissionControl, BarrierGate
+from farprop.runtime.admission import AdmissionControl, BarrierGate
 from farprop.runtime.async_results import AsyncResults, Deferred
 from farprop.runtime.autograd import anomaly
 from farprop.runtime.autograd.contexts import Context, ContextContainer, current_context
 from farprop.runtime.device_maps import DeviceMaps, careful_value
 from farprop.runtime.event_loop import HANGUP, IN, OUT
 from farprop.runtime.references.rref_context import RRefContext
+from farprop.runtime.request_queue import Request
 from farprop.runtime.self_connection import Loopback
 from farprop.runtime.thread_pool import STALL, ThreadPool
 from farprop.transport.connection import Connection
@@ -90,7 +92,7 @@ class Server:
         contexts: ContextContainer,
         devices: DeviceMaps,
         gate: BarrierGate,
-        max_message_bytes: int,
+        settings: Settings,
         dialect: Dialect,
         on_context_ended: Callable[[int, int], None],
         methods: Mapping[Method, Callable[..., Any]],
@@ -109,7 +111,8 @@ class Server:
         self._contexts = contexts
         self._devices = devices
         self._gate = gate
-        self._admission = AdmissionControl(worker, max_message_bytes)
+        self._admission = AdmissionControl(worker, settings.queue_bytes, settings.outbox_bytes)
+        self._most_unread = settings.outbox_bytes
         self._dialect = dialect
         self._resolve = dialect.resolve
         self._may_be_system = dialect.may_be_system
@@ -147,7 +150,7 @@ class Server:
                     self._connections.want_output(connection)  # and input
             if mask & ~OUT == 0:
                 return
-            if connection.outbox_bytes > MOST_UNREAD and mask & ~(IN | OUT) == 0:
+            if connection.outbox_bytes > self._most_unread and mask & ~(IN | OUT) == 0:
                 self._admission.pause(connection)
                 self._loop.change(connection.fd, HANGUP | OUT)
                 return
@@ -197,7 +200,7 @@ class Server:
                 self.active += 1
             error = self._admission.admit(connection, message)
             if error is None:
-                self._threads.push_request((self._run, (connection, message, now)))
+                self._threads.push_request((connection.rank, self._run, (connection, message, now)))
             else:
                 self._refuse(connection, message, error)
 
@@ -224,10 +227,10 @@ class Server:
                 return
         if unconfirmed:
             self._references.users.when_confirmed(
-                unconfirmed, lambda: self._threads.submit_request(self._run, connection, message, now)
+                unconfirmed, partial(self._threads.submit_request, self._request(connection, message, now))
             )
         else:
-            self._threads.push_request((self._run, (connection, message, now)))
+            self._threads.push_request(self._request(connection, message, now))
 
     def _refuse(self, connection: Connection, message: Message, error: OverloadedError) -> None:
         refs = message.received_refs
@@ -237,9 +240,12 @@ class Server:
     def _run_held(self, connection: Connection) -> bool:
         """Run the held requests if the caller has read its answers or is gone; returns whether it was paused."""
         held = self._admission.resume(connection)
-        for run in held or ():
-            self._threads.submit_request(run)
+        for request in held or ():
+            self._threads.submit_request(request)
         return held is not None
+
+    def _request(self, connection: Connection, message: Message, received: float) -> Request:
+        return connection.rank, self._run, (connection, message, received)
 
     # Running them
 
@@ -250,12 +256,12 @@ class Server:
         if (
             self._gate.is_shut
             and not flags & SYSTEM
-            and self._gate.hold(connection.peer, name, partial(self._run, connection, message, received))
+            and self._gate.hold(connection.peer, name, self._request(connection, message, received))
         ):
             return
         if not flags & SYSTEM:
-            if connection.outbox_bytes > MOST_UNREAD and self._admission.hold(
-                connection, partial(self._run, connection, message, received)
+            if connection.outbox_bytes > self._most_unread and self._admission.hold(
+                connection, self._request(connection, message, received)
             ):
                 return
             self._admission.begin(connection, message)

@@ -4,7 +4,7 @@ One thread, the leader, polls. It runs the requests that it reads itself, so no 
 another. Followers sleep, or run something. Rules that hold here:
 
 - If what the leader runs takes long, the watcher makes another thread the leader.
-- At most ``limit`` requests run at once; threads that wait inside farprop don't count.
+- At most ``limit`` requests run at once; threads that wait inside farprop don't count. Callers take turns.
 - Answers to our own calls are never held up by that limit.
 - All fields are changed under ``_lock``, except the queues, whose ends are atomic. Nobody waits for anything, or calls
   anything of others, while holding it.
@@ -21,6 +21,7 @@ from typing import Any
 
 from farprop.locks import make_lock
 from farprop.runtime.event_loop import EventLoop
+from farprop.runtime.request_queue import LONG, Request, RequestQueue
 from farprop.runtime.sync import OneShot, Waker
 
 _log = logging.getLogger(__name__)
@@ -52,9 +53,10 @@ class ThreadPool:
         self._limit = limit
         self._lock = make_lock("thread_pool")
         self._answers: deque[Task] = deque()  # completions of our own calls, and farprop's own chores
-        self.requests: deque[Task] = deque()  # others' calls that wait to be run, under the limit
-        # Queues a request, as a function and its arguments. For handlers: their thread looks at the queue next.
-        self.push_request: Callable[[Task], None] = self.requests.append
+        self._queue = RequestQueue()
+        self.requests = self._queue.waiting  # others' calls that wait to be run, under the limit
+        # Queues a request. For handlers: their thread looks at the queue next.
+        self.push_request: Callable[[Request], None] = self.requests.append
         self._running = 0
         self._activity = loop.activity  # how many of its threads run something and don't wait
         self._answering = 0  # threads that deliver answers, and with them run callbacks, and don't wait
@@ -73,9 +75,9 @@ class ThreadPool:
 
     # Work
 
-    def submit_request(self, function: Callable[..., None], *args: Any) -> None:
+    def submit_request(self, request: Request) -> None:
         """Queue a request from any thread."""
-        self.requests.append((function, args))
+        self.requests.append(request)
         self.recruit()
 
     def push_answer(self, function: Callable[..., None], *args: Any) -> None:
@@ -205,11 +207,12 @@ class ThreadPool:
                     self._hand_over_polling()
 
     def _run_request(self, me: int) -> None:
-        try:
-            function, args = self.requests.popleft()
-        except IndexError:
-            return  # another thread was faster
         with self._lock:
+            requests, queue = self.requests, self._queue
+            if not requests:
+                return  # another thread was faster
+            in_turn = queue.dealt or len(requests) > LONG
+            _, function, args = queue.pop_sorted() if in_turn else requests.popleft()
             self._running += 1
             self._activity.running += 1
             if self._leader == me:
@@ -311,7 +314,7 @@ class ThreadPool:
             last = threading.Thread(target=self._run_last, name=f"farprop-{self._name}-last", daemon=True)
             last.start()
             last.join(max(0.1, deadline - _now()))
-        self.requests.clear()
+        self._queue.clear()
         self.loop.close()
 
     def abandon(self) -> None:
@@ -337,7 +340,7 @@ class ThreadPool:
             "limit": self._limit,
             "idle": len(self._idle),
             "running": self._running,
-            "queued": len(self.requests),
+            "queued": len(self._queue),
         }
 
 
@@ -420,7 +423,9 @@ class Blocked:
                 self._pool._activity.running += this_thread.counted + this_thread.answering
 
 
-this_thread = threading.local()  # ``pool``; ``counted`` and ``answering``: what this thread adds to the pool's numbers
+# ``pool``; ``counted`` and ``answering``: what this thread adds to the pool's numbers; ``runs_coroutines``: those of
+# called functions.
+this_thread = threading.local()
 
 
 def pool_of_this_thread() -> ThreadPool | None:

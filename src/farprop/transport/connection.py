@@ -18,6 +18,7 @@ from typing import Any
 
 from farprop.errors import ConnectionLostError, ProtocolError, UsageError
 from farprop.locks import make_lock
+from farprop.protocol.host_liveness import HostLiveness, HostState
 from farprop.transport.shared_memory import (
     MIN_SHARED,
     FdChannel,
@@ -27,7 +28,7 @@ from farprop.transport.shared_memory import (
     receive_with_descriptor,
     rights,
 )
-from farprop.transport.sockets import SEND_FLAGS, unsent
+from farprop.transport.sockets import SEND_FLAGS, can_probe, tcp_facts, unsent
 from farprop.transport.tls import Stream, TlsSocket
 from farprop.wire.frames import FrameReader
 from farprop.wire.message import FORGET, HEADS, MAX_BUFFERS, MAX_RETURNED, Message, notice
@@ -97,6 +98,7 @@ class Connection:
         self._lock = make_lock("connection")
         self._outbox: deque[_Unsent] = deque()
         self._corked: list[bytes] = []
+        self._liveness = HostLiveness()
 
     def open_fd_channel(self) -> None:
         """On the dialer's side, make the descriptor channel if the connection can have one. Call this first."""
@@ -310,6 +312,27 @@ class Connection:
         elif count:
             raise ProtocolError("the first message on a Unix connection passes no descriptor channel")
         return count
+
+    # The other host
+
+    @property
+    def can_probe(self) -> bool:
+        """Whether ``probe`` tells anything: connections within a host need no probes."""
+        return can_probe(self._sock)
+
+    def probe(self) -> HostState:
+        """Ask the kernel whether the other host still answers. If there is nothing to answer, send something.
+
+        Raises:
+            ConnectionLostError: the connection is closed or breaks.
+        """
+        try:
+            state = self._liveness.on_probe(tcp_facts(self._sock))
+        except OSError as error:
+            raise ConnectionLostError(f"The connection to {self.peer} broke: {error}") from error
+        if state is HostState.IDLE and not self.outbox_bytes:
+            self._transmit([notice()], None)
+        return state
 
     # Ending
 

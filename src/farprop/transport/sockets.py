@@ -1,13 +1,12 @@
 """Sockets between workers: listening, connecting, and noticing that the host at the other end has vanished.
 
 Workers of one host connect by Unix sockets, others by TCP. There are two ways to notice that a host has vanished. Every
-TCP connection has keepalive (:func:`set_keepalive`): the kernel closes it after a time of silence. That is enough for
-calls, which have deadlines of their own. A process group can't go on without one of its ranks, and has to know within
-two seconds, so it polls the kernel (:func:`probe`).
+TCP connection has keepalive (:func:`set_keepalive`): the kernel closes it after a time of silence. That is enough while
+nobody waits. Whoever waits for the other end, for an answer or in a process group, asks the kernel several times a
+second (:func:`tcp_facts`), and has ``protocol.host_liveness`` decide.
 
-The other host's kernel acknowledges data even while its processes are stopped or busy. So ``probe`` asks the local
-kernel for the time of the last acknowledgement, and for the number of retransmits since then. ``TCP_USER_TIMEOUT``
-would be simpler, but it also closes connections to live hosts whose process reads nothing for as long.
+``TCP_USER_TIMEOUT`` would be simpler, but it also closes connections to live hosts whose process reads nothing for as
+long.
 """
 
 from __future__ import annotations
@@ -19,15 +18,16 @@ import struct
 import sys
 import time
 from collections.abc import Iterable
-from enum import Enum
 from typing import Protocol
 
 from farprop.errors import AuthenticationError, ConnectionLostError, UsageError
+from farprop.protocol.host_liveness import TcpFacts
 from farprop.transport.tls import Stream
 
 SEND_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 HAVE_UNIX = sys.platform == "linux"  # abstract names and memfd
 _BACKLOG = 4096
+_CONNECT_SECONDS = 3.0  # of one attempt: time for two packets
 _SIOCGIFADDR = 0x8915
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
@@ -131,10 +131,15 @@ def connect(address: Address, unix: bool, deadline: float) -> socket.socket:
     """
     if unix:
         return _connect_unix(address.unix, deadline)
-    try:
-        connection = socket.create_connection(address.tcp, timeout=max(0.05, deadline - time.monotonic()))
-    except OSError as error:
-        raise ConnectionLostError(f"can't connect to {address.tcp[0]}:{address.tcp[1]}: {error}") from error
+    while True:
+        left = max(0.05, deadline - time.monotonic())
+        try:
+            connection = socket.create_connection(address.tcp, timeout=min(left, _CONNECT_SECONDS))
+            break
+        except OSError as error:
+            # The kernel asks less and less often. If the network comes back, a new attempt is faster.
+            if not isinstance(error, TimeoutError) or left <= _CONNECT_SECONDS:
+                raise ConnectionLostError(f"can't connect to {address.tcp[0]}:{address.tcp[1]}: {error}") from error
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
@@ -190,24 +195,9 @@ def unsent(parts: Iterable[bytes | memoryview], sent: int) -> list[memoryview]:
 
 # Hosts that have vanished
 
-PROBE_SECONDS = 0.2  # how often to probe
-_IDLE_MS = 400
-_SILENT_MS = 1500
-_MIN_RETRANSMITS = 2
-# Linux answers only one of two window probes within half a second, and the last probe may have been sent just now.
-_MIN_WINDOW_PROBES = 3
-
 # Fields of Linux's tcp_info: retransmits of data, probes of a closed window, packets in flight, milliseconds since the
 # last acknowledgement.
 _TCP_INFO = struct.Struct("<2xBB20xI28xI")
-
-
-class HostState(Enum):
-    """The result of a probe."""
-
-    ANSWERS = "it has acknowledged data lately, or data is in flight to it"
-    IDLE = "no data is in flight, so there is nothing to acknowledge: send something"
-    VANISHED = "it does not answer"
 
 
 def set_keepalive(sock: Stream) -> None:
@@ -225,7 +215,7 @@ def set_keepalive(sock: Stream) -> None:
 
 
 def can_probe(sock: Stream) -> bool:
-    """Whether :func:`probe` can be used. Connections within a host need no probes."""
+    """Whether :func:`tcp_facts` can be used. Connections within a host need no probes."""
     return sys.platform == "linux" and sock.family != socket.AF_UNIX
 
 
@@ -234,12 +224,6 @@ def prepare_probes(sock: Stream) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
 
 
-def probe(sock: Stream) -> HostState:
-    """Ask the local kernel about the host at the other end. Sends nothing."""
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-    retransmits, window_probes, in_flight, milliseconds = _TCP_INFO.unpack(info)
-    if milliseconds >= _SILENT_MS and (retransmits >= _MIN_RETRANSMITS or window_probes >= _MIN_WINDOW_PROBES):
-        return HostState.VANISHED
-    if milliseconds >= _IDLE_MS and not in_flight and not window_probes:
-        return HostState.IDLE
-    return HostState.ANSWERS
+def tcp_facts(sock: Stream) -> TcpFacts:
+    """Ask the local kernel about the other end of a connection. Sends nothing."""
+    return TcpFacts(*_TCP_INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)))

@@ -16,8 +16,8 @@ from farprop.distributed.native.framing import HEADER_SIZE, HEARTBEAT, FrameKind
 from farprop.distributed.native.matching import PostedRecv
 from farprop.distributed.native.mesh import Mesh
 from farprop.errors import CollectiveTimeoutError, RankLostError
+from farprop.protocol.host_liveness import HostLiveness, HostState
 from farprop.transport import sockets
-from farprop.transport.sockets import HostState
 
 SocketPair = tuple[socket.socket, socket.socket]
 
@@ -74,7 +74,7 @@ def test_a_host_is_not_vanished_if_its_process_reads_nothing():
             try:
                 ours.send(bytes(1 << 20))
             except BlockingIOError:
-                assert sockets.probe(ours) is not HostState.VANISHED
+                assert HostLiveness().on_probe(sockets.tcp_facts(ours)) is not HostState.VANISHED
 
 
 def test_connections_within_a_host_need_no_heartbeats():

@@ -20,8 +20,9 @@ from farprop.distributed.native.group_state import PATIENCE, CollectiveCall, Gro
 from farprop.distributed.native.matching import MessageMatcher, PostedRecv
 from farprop.errors import CollectiveError, CollectiveTimeoutError, ProtocolError, RankLostError, renewed
 from farprop.locks import make_lock
+from farprop.protocol.host_liveness import PROBE_SECONDS, HostLiveness, HostState
 from farprop.transport import sockets
-from farprop.transport.sockets import SEND_FLAGS, HostState, unsent
+from farprop.transport.sockets import SEND_FLAGS, unsent
 from farprop.transport.tls import Stream, TlsSocket
 
 _log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class Mesh:
         self._selector.register(self._stopped, selectors.EVENT_READ)
         for peer, sock in peers.items():
             self._selector.register(sock, selectors.EVENT_READ, peer)
-        self._probed = [peer for peer, sock in peers.items() if sockets.can_probe(sock)]
+        self._probed = {peer: HostLiveness() for peer, sock in peers.items() if sockets.can_probe(sock)}
         for peer in self._probed:
             sockets.prepare_probes(peers[peer])
         self._thread = threading.Thread(target=self._run, name=f"farprop-group-rank{rank}", daemon=True)
@@ -128,7 +129,7 @@ class Mesh:
                         raise self._slow(peer) from None
                     if (failure := self._failure_of(kind)) is not None:
                         raise renewed(failure) from None
-                    selector.select(min(left, sockets.PROBE_SECONDS))
+                    selector.select(min(left, PROBE_SECONDS))
                     continue
                 has_begun = True
                 parts = unsent(parts, sent)
@@ -204,7 +205,7 @@ class Mesh:
                 self._on_read_error(peer, error)
 
     def _read_all(self) -> None:
-        seconds = sockets.PROBE_SECONDS if self._probed else None
+        seconds = PROBE_SECONDS if self._probed else None
         next_probe = 0.0
         while True:
             decrypted = self._peers_with_more()
@@ -258,10 +259,10 @@ class Mesh:
         self._lose(peer, why)
 
     def _probe_peers(self) -> None:
-        for peer in self._probed:
+        for peer, liveness in self._probed.items():
             if peer in self._gone:
                 continue
-            host = sockets.probe(self._sockets[peer])
+            host = liveness.on_probe(sockets.tcp_facts(self._sockets[peer]))
             if host is HostState.IDLE:
                 self._send_heartbeat(peer)
             elif host is HostState.VANISHED:
