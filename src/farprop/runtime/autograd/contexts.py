@@ -55,6 +55,7 @@ class Context:
         self.known: set[int] = set()  # ranks of the workers that have to be told when the context ends
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.passes: dict[PassId, LocalPass] = {}
+        self.own_passes: set[int] = set()  # the numbers of the passes that were started here, until they have ended
         self.aborted: set[PassId] = set()
         self.lock = make_lock("context")
         self.is_released = False
@@ -130,6 +131,28 @@ class Context:
         if node is not None:
             self.receives[head.message_id] = node
         return value
+
+    # Passes
+
+    def new_pass(self, numbers: Iterator[int]) -> PassId:
+        """Begin a pass here; ``numbers`` counts the worker's passes."""
+        # In one step: a pass that sends its messages sooner must not take this one for ended, see ``oldest_pass``.
+        with self.lock:
+            number = next(numbers)
+            self.own_passes.add(number)
+        return PassId(self.own_rank, number)
+
+    def oldest_pass(self, number: int) -> int:
+        """The number of the oldest pass that was started here and has not ended. Pass ``number`` has not."""
+        if len(self.own_passes) == 1:
+            return number
+        with self.lock:
+            return min(self.own_passes)
+
+    def all_passes(self) -> list[LocalPass]:
+        """The passes that this worker knows now."""
+        with self.lock:
+            return list(self.passes.values())
 
     # The graph
 

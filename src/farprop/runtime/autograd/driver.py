@@ -144,12 +144,24 @@ class BackwardDriver:
         timeout: float | None,
     ) -> None:
         """Run a backward pass from edges of the graph, with a gradient for each."""
-        pass_id = PassId(self.own_rank, next(self._numbers))
+        pass_id = context.new_pass(self._numbers)
         _log.debug("%s: backward pass %d of context %d begins", self._peers.label, pass_id.number, context.id)
         anomaly = torch.is_anomaly_enabled()
-        local = LocalPass(context, self.own_rank, pass_id, fast, keep_graph, anomaly, edges)
-        waiter = self._waiters[pass_id] = PassWaiter(timeout)
-        context.passes[pass_id] = local
+        waiter = PassWaiter(timeout)
+        try:
+            local = LocalPass(context, self.own_rank, pass_id, fast, keep_graph, anomaly, edges)
+            self._waiters[pass_id] = waiter
+            with context.lock:
+                context.passes[pass_id] = local
+            self._run_pass(local, gradients, waiter)
+        finally:
+            self._waiters.pop(pass_id, None)
+            with context.lock:
+                context.passes.pop(pass_id, None)
+                context.own_passes.discard(pass_id.number)
+
+    def _run_pass(self, local: LocalPass, gradients: Sequence[Gradient], waiter: PassWaiter) -> None:
+        """Run a pass that is registered; if it fails, have it undone everywhere."""
         try:
             with profiled(PASS):
                 if not self._start(local, gradients, waiter):
@@ -159,9 +171,6 @@ class BackwardDriver:
             if waiter.error is None or not isinstance(error, Exception):
                 raise
             raise waiter.error from None
-        finally:
-            del self._waiters[pass_id]
-            context.passes.pop(pass_id, None)
 
     def _start(self, local: LocalPass, gradients: Sequence[Gradient], waiter: PassWaiter) -> bool:
         """Run the pass from its roots, as far as this thread can; returns whether it has ended."""
@@ -308,10 +317,7 @@ class BackwardDriver:
     def _head(self, local: LocalPass, message_id: int, share: CreditShare) -> bytes:
         oldest = 0
         if local.id.origin == self.own_rank:
-            oldest = local.id.number
-            for origin, number in local.context.passes:
-                if origin == self.own_rank and number < oldest:
-                    oldest = number
+            oldest = local.context.oldest_pass(local.id.number)
         return PassHead(
             local.context.id, message_id, local.id, oldest, local.fast, local.keep_graph, local.anomaly, share
         ).pack()
@@ -464,7 +470,7 @@ class BackwardDriver:
 
     def debug_info(self) -> dict[str, int]:
         """Counts, under torch's names."""
-        passes = [local for context in self.contexts.all() for local in list(context.passes.values())]
+        passes = [local for context in self.contexts.all() for local in context.all_passes()]
         return {
             "num_current_backward_passes": sum(local.machine.active for local in passes),
             "num_autograd_contexts": len(self.contexts),
