@@ -513,7 +513,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     Args:
         graceful: Whether to wait until every worker has called ``shutdown`` and all work of the job is done. Otherwise
             this worker stops at once, and its open calls and those of its callers fail.
-        timeout: The seconds to wait for the others; 0 disables the timeout.
+        timeout: The seconds to wait for the others, in all; 0 disables the timeout. To stop takes less than a second
+            more.
 
     Raises:
         ConnectionLostError: A worker died. This worker is shut down nevertheless.
@@ -521,21 +522,28 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         UsageError: This process is not a worker.
     """
     agent = current_agent()
+    seconds = checked_timeout(timeout)
+    deadline = None if seconds is None else time.monotonic() + seconds
     try:
         if graceful:
             if getattr(agent, "is_static_group", True):
                 _wait_all_workers(timeout)
-                _drain_work(agent, timeout)  # work may still use references
+                _drain_work(agent, _left(deadline))  # work may still use references
                 _delete_all_user_and_unforked_owner_rrefs()
                 leaks: list[LiveReference] = []
                 # References are counted before the last round, because after it the others leave.
-                _wait_for_all_work(agent, timeout, lambda: _note_owned(leaks))
+                _wait_for_all_work(agent, _left(deadline), lambda: _note_owned(leaks))
                 _report_leaks(agent, leaks, _ignore_rref_leak)
             else:
                 _wait_for_own_work(agent, timeout)
                 agent.leave()
     finally:
-        _finalize_shutdown()
+        _finalize_shutdown(deadline)
+
+
+def _left(deadline: float | None) -> float:
+    """The timeout of what has to end at a deadline; 0 is none."""
+    return 0.0 if deadline is None else max(0.001, deadline - time.monotonic())
 
 
 def _note_owned(found: list[LiveReference]) -> None:
@@ -555,10 +563,10 @@ def _report_leaks(agent: Agent, leaks: list[LiveReference], ignore: bool) -> Non
     raise UsageError(report.replace("Leaking RRefs:", "Leaking RRef:", 1))
 
 
-def _finalize_shutdown() -> None:
+def _finalize_shutdown(deadline: float | None) -> None:
     agent = current_agent()
     _reset_current_rpc_agent()
-    agent.shutdown()
+    agent.shutdown(deadline)
     saved_rrefs.release_all()
 
 
@@ -568,11 +576,10 @@ def _wait_for_all_work(agent: Agent, timeout: float, before_round: Callable[[], 
     quiescence = Quiescence()
     while True:
         _poll_until(lambda: agent.idle, 0.05)
-        left = 0.0 if deadline is None else max(0.001, deadline - time.monotonic())
         report = Report(agent.peers.requests_sent, agent.idle)
         if before_round is not None:
             before_round()
-        reports = _gather(tuple(report), None, left, SYSTEM)
+        reports = _gather(tuple(report), None, _left(deadline), SYSTEM)
         if quiescence.round({worker: Report.of(found) for worker, found in reports.items()}):
             return
 

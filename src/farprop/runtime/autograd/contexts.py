@@ -21,6 +21,7 @@ from farprop.wire.codec import decode_with
 from farprop.wire.message import CONTEXT, AutogradHead, Message
 
 if TYPE_CHECKING:
+    from farprop.runtime.autograd.abort import PassAbort
     from farprop.runtime.autograd.engine import LocalPass
 
 _R = TypeVar("_R")
@@ -57,6 +58,7 @@ class Context:
         self.passes: dict[PassId, LocalPass] = {}
         self.own_passes: set[int] = set()  # the numbers of the passes that were started here, until they have ended
         self.aborted: set[PassId] = set()
+        self.aborts: dict[int, PassAbort] = {}  # by number: passes that failed here and are not undone everywhere yet
         self.lock = make_lock("context")
         self.is_released = False
         self.call_traces: dict[int, str] = {}  # in anomaly mode, by send: the calls that led to it
@@ -148,6 +150,13 @@ class Context:
             return number
         with self.lock:
             return min(self.own_passes)
+
+    def end_pass(self, pass_id: PassId) -> None:
+        """A pass that was started here has ended. If it is being aborted, it counts as running until that is done."""
+        with self.lock:
+            self.passes.pop(pass_id, None)
+            if pass_id.number not in self.aborts:
+                self.own_passes.discard(pass_id.number)
 
     def all_passes(self) -> list[LocalPass]:
         """The passes that this worker knows now."""

@@ -71,6 +71,10 @@ class PassWaiter:
         self._events: deque[PassAction] = deque()
         self._waker: Waker | None = None  # made when the thread first waits: a chain ends without a wait
 
+    def left(self) -> float | None:
+        """The seconds that a call of this thread may take."""
+        return None if self.deadline is None else max(self.deadline - time.monotonic(), LEAST_SECONDS)
+
     def tell(self, action: PassAction) -> None:
         self._events.append(action)
         self._wake()
@@ -144,10 +148,12 @@ class BackwardDriver:
         timeout: float | None,
     ) -> None:
         """Run a backward pass from edges of the graph, with a gradient for each."""
+        waiter = PassWaiter(timeout)
+        if context.aborts:
+            self.aborter.await_aborts(context, waiter.deadline)
         pass_id = context.new_pass(self._numbers)
         _log.debug("%s: backward pass %d of context %d begins", self._peers.label, pass_id.number, context.id)
         anomaly = torch.is_anomaly_enabled()
-        waiter = PassWaiter(timeout)
         try:
             local = LocalPass(context, self.own_rank, pass_id, fast, keep_graph, anomaly, edges)
             self._waiters[pass_id] = waiter
@@ -156,9 +162,7 @@ class BackwardDriver:
             self._run_pass(local, gradients, waiter)
         finally:
             self._waiters.pop(pass_id, None)
-            with context.lock:
-                context.passes.pop(pass_id, None)
-                context.own_passes.discard(pass_id.number)
+            context.end_pass(pass_id)
 
     def _run_pass(self, local: LocalPass, gradients: Sequence[Gradient], waiter: PassWaiter) -> None:
         """Run a pass that is registered; if it fails, have it undone everywhere."""
@@ -241,7 +245,8 @@ class BackwardDriver:
                     todo.extend(self._take_answer(local, answer, came))
                 else:
                     message = self._gradient_message(local, target, share, gradients)
-                    call = CallbackCall(self._peers.rpc_timeout, partial(self._on_answer, local))
+                    timeout = self._peers.rpc_timeout if waiter is None else waiter.left()
+                    call = CallbackCall(timeout, partial(self._on_answer, local))
                     self._peers.send_method(target.worker, Method.GRADIENTS, message, call, system=False)
                 continue
             action = todo.popleft()
