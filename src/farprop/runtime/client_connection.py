@@ -158,10 +158,12 @@ class ClientConnection:
         self._lost: str | None = None
         self._spinner = Spinner()
         self._poller = select.poll()  # used by the reader
+        self._shares_clock = False
         self._connection: Connection
 
     def attach(self, connection: Connection) -> None:
         self._connection = connection
+        self._shares_clock = connection.shares_clock
         self._poller.register(connection.fd, select.POLLIN)
         self._loop.add(connection.fd, HANGUP, self._on_events)
 
@@ -211,7 +213,7 @@ class ClientConnection:
                 self._calls.open(call_id, call, None)
                 self._join_readers(call, pooled)
                 self.sent += not message.flags & SYSTEM
-            self._send(message, call_id, timeout)
+            self._send(message, call_id, deadline if self._shares_clock else timeout)
             self._wait(call, deadline, pooled)
         finally:
             if call.outcome is None or self._reader is call or call in self._followers:
@@ -321,7 +323,7 @@ class ClientConnection:
         if deadline is not None and (timer is None or deadline < timer.when):
             self._watch_deadlines()
         try:
-            self._send(message, call_id, timeout, more)
+            self._send(message, call_id, deadline if self._shares_clock else timeout, more)
             if more:
                 self._uncork_soon()
         except BaseException as error:
@@ -368,9 +370,10 @@ class ClientConnection:
         except ConnectionLostError as error:
             self.lose(str(error))
 
-    def _send(self, message: Message, call_id: int, timeout: float | None, more: bool = False) -> None:
+    def _send(self, message: Message, call_id: int, seconds: float | None, more: bool = False) -> None:
+        """Send a request. ``seconds`` is its deadline if the callee has the same clock, else its timeout."""
         message.call_id = call_id
-        message.seconds = timeout
+        message.seconds = seconds
         if _log.isEnabledFor(_DEBUG):
             text = "%s: sends call %d to %s (rank %d): %s"
             _log.debug(text, self._own_label, call_id, self.peer, self.rank, shown_name(message.name))

@@ -53,6 +53,7 @@ _log = logging.getLogger(__name__)
 
 _LARGEST_FAILURE = 1 << 20
 _QUICK = 100e-6
+_PAUSE = 0.25  # seconds without input after which the server asks how long the next bytes have waited
 _now = time.monotonic
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -160,10 +161,11 @@ class Server:
         if messages is None:
             self._connections.close_one(connection)
             return
-        now = _now()
+        # From when the seconds of a request count. On a shared clock they are its deadline.
+        counted_from = 0.0 if connection.shares_clock else _arrival(connection)
         for message in messages:
             if message.kind == REQUEST:
-                self._accept_request(connection, message, now)
+                self._accept_request(connection, message, counted_from)
             elif message.kind != NOTICE:
                 self._break(connection, f"message kind {message.kind}")
                 return
@@ -172,8 +174,14 @@ class Server:
         _log.error("%s: closed the connection from %s: %s", self._label, connection.peer, why)
         self._connections.close_one(connection)
 
-    def _accept_request(self, connection: Connection, message: Message, now: float) -> None:
-        """Queue a request, unless it is refused. It counts as active until it is answered."""
+    def _accept_request(self, connection: Connection, message: Message, counted_from: float) -> None:
+        """Queue a request, unless it is refused. It counts as active until it is answered.
+
+        Args:
+            connection: the caller's.
+            message: the request.
+            counted_from: the time from which its seconds count.
+        """
         flags = message.flags
         _log.debug("%s: has call %d of %s (rank %d)", self._label, message.call_id, connection.peer, connection.rank)
         may_be_system = self._may_be_system
@@ -186,17 +194,17 @@ class Server:
         if message.autograd is not None and message.autograd.ended:
             self._ended_contexts.extend([(context_id, connection.rank) for context_id in message.autograd.ended])
         if flags & (REFS | REMOTE):
-            self._take_references(connection, message, now)
+            self._take_references(connection, message, counted_from)
         elif flags & SYSTEM:
             self._count(flags)
             # Farprop's own requests are short, and never wait for the program's calls.
-            self._threads.push_answer(self._run, connection, message, now)
+            self._threads.push_answer(self._run, connection, message, counted_from)
         else:
             with self._active_lock:
                 self.active += 1
             error = self._admission.admit(connection, message)
             if error is None:
-                self._threads.push_request((self._run, (connection, message, now)))
+                self._threads.push_request((self._run, (connection, message, counted_from)))
             else:
                 self._refuse(connection, message, error)
 
@@ -206,7 +214,7 @@ class Server:
         self._accept_request(cast(Connection, connection), message, _now())
         self._threads.recruit()
 
-    def _take_references(self, connection: Connection, message: Message, now: float) -> None:
+    def _take_references(self, connection: Connection, message: Message, counted_from: float) -> None:
         """Take the references of a request. It runs when the owners have counted them."""
         try:
             unconfirmed = self._references.take_refs(connection.rank, message)
@@ -221,10 +229,10 @@ class Server:
                 return
         if unconfirmed:
             self._references.users.when_confirmed(
-                unconfirmed, lambda: self._threads.submit_request(self._run, connection, message, now)
+                unconfirmed, lambda: self._threads.submit_request(self._run, connection, message, counted_from)
             )
         else:
-            self._threads.push_request((self._run, (connection, message, now)))
+            self._threads.push_request((self._run, (connection, message, counted_from)))
 
     def _refuse(self, connection: Connection, message: Message, error: OverloadedError) -> None:
         refs = message.received_refs
@@ -240,19 +248,19 @@ class Server:
 
     # Running them
 
-    def _run(self, connection: Connection, message: Message, received: float) -> None:
-        """Run a request that arrived at ``received``, and answer it."""
+    def _run(self, connection: Connection, message: Message, counted_from: float) -> None:
+        """Run a request whose seconds count from ``counted_from``, and answer it."""
         started = _now()
         name, flags = message.name, message.flags
         if (
             self._gate.is_shut
             and not flags & SYSTEM
-            and self._gate.hold(connection.peer, name, partial(self._run, connection, message, received))
+            and self._gate.hold(connection.peer, name, partial(self._run, connection, message, counted_from))
         ):
             return
         if not flags & SYSTEM:
             if connection.outbox_bytes > MOST_UNREAD and self._admission.hold(
-                connection, partial(self._run, connection, message, received)
+                connection, partial(self._run, connection, message, counted_from)
             ):
                 return
             self._admission.begin(connection, message)
@@ -261,9 +269,10 @@ class Server:
         if flags & REMOTE and reply.creation is None:
             self._send_failure(reply, ConnectionLostError("its caller has given this call up as lost"))
             return
-        timeout = message.seconds
-        if timeout is not None and started > received + timeout:
-            self._fail(reply, _too_late(timeout))
+        seconds = message.seconds
+        # Farprop's own requests run nevertheless: a worker that was stopped still has to undo a failed pass.
+        if seconds is not None and started > counted_from + seconds and not flags & SYSTEM:
+            self._fail(reply, _too_late())
             return
         if name not in self._quick:
             if self._corked:
@@ -520,8 +529,14 @@ class Server:
         self.async_results.close()
 
 
-def _too_late(seconds: float) -> RpcTimeoutError:
-    return RpcTimeoutError(
-        f"RPC ran for more than set timeout ({seconds * 1000:.0f} ms): its time was over before it could start, so it "
-        "was not run."
-    )
+def _arrival(connection: Connection) -> float:
+    """When the bytes that were just read have arrived. They may have waited for long, if this worker was stopped."""
+    arrived = _now()
+    if arrived - connection.last_input > _PAUSE:
+        arrived -= connection.input_age()
+    connection.last_input = arrived  # if that is long ago, bytes that follow may be as old
+    return arrived
+
+
+def _too_late() -> RpcTimeoutError:
+    return RpcTimeoutError("RPC ran for more than set timeout: its time was over before it could start, so it was not run.")

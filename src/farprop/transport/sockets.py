@@ -42,12 +42,18 @@ class Address(Protocol):
 
 
 def network_namespace() -> str:
-    """Identifies the network namespace. Workers with equal ones can connect by abstract socket names."""
+    """Identifies the network namespace, and the clock. Workers with equal ones can connect by abstract socket names, and
+    have the same monotonic clock.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+            found = f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
         return ""
+    try:
+        return f"{found}/{os.stat('/proc/self/ns/time').st_ino}"
+    except OSError:
+        return found  # a kernel without time namespaces
 
 
 def listen_unix(name: str) -> socket.socket:
@@ -200,6 +206,8 @@ _MIN_WINDOW_PROBES = 3
 # Fields of Linux's tcp_info: retransmits of data, probes of a closed window, packets in flight, milliseconds since the
 # last acknowledgement.
 _TCP_INFO = struct.Struct("<2xBB20xI28xI")
+# Another one: milliseconds since the last data arrived.
+_LAST_DATA = struct.Struct("<52xI")
 
 
 class HostState(Enum):
@@ -232,6 +240,15 @@ def can_probe(sock: Stream) -> bool:
 def prepare_probes(sock: Stream) -> None:
     """Turn off the kernel's timeout for a caller that probes: it would also close connections to slow processes."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
+
+
+def seconds_since_data(sock: Stream) -> float:
+    """How long ago the kernel received the last bytes of a TCP connection; 0 where the kernel does not say."""
+    try:
+        (milliseconds,) = _LAST_DATA.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA.size))
+    except (OSError, struct.error):
+        return 0.0
+    return float(milliseconds) / 1000
 
 
 def probe(sock: Stream) -> HostState:
