@@ -95,7 +95,7 @@ class Agent:
         self._endpoint = Endpoint(store, name, rank, CALLS, self._settings)
         self._identity, self._dialer = self._endpoint.identity, self._endpoint.dialer
         dialect = self.dialect = options.dialect
-        self._pool = SegmentPool(self._settings.shm_pool_bytes)
+        self._pool = SegmentPool(self._settings.shm_pool_bytes, self._halve_pool_in)
         self._lock = make_lock("agent")
         self._returns_due = False
         self._closed = False
@@ -251,6 +251,15 @@ class Agent:
         # Called by the garbage collector: only a flag and a wake-up are safe here.
         self._returns_due = True
         self._loop.wake()
+
+    def _halve_pool_in(self, seconds: float) -> None:
+        # Not in the loop: to free much memory takes long.
+        self._loop.call_at(time.monotonic() + seconds, lambda: self._threads.submit(self._halve_pool))
+
+    def _halve_pool(self) -> None:
+        if not self._closed and self._pool.halve():
+            self.peers.give_back()
+            self._accepted.give_back()
 
     def _on_pause(self) -> None:
         """The loop is about to sleep: send the messages that wait for more."""

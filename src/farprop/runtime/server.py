@@ -539,4 +539,6 @@ def _arrival(connection: Connection) -> float:
 
 
 def _too_late() -> RpcTimeoutError:
-    return RpcTimeoutError("RPC ran for more than set timeout: its time was over before it could start, so it was not run.")
+    return RpcTimeoutError(
+        "RPC ran for more than set timeout: its time was over before it could start, so it was not run."
+    )

@@ -173,9 +173,11 @@ class Connection:
             self._transmit([], None)
 
     def give_back(self) -> None:
-        """Return segments that no message has returned yet."""
+        """Return segments that no message has returned yet, and have the peer forget those that were dropped."""
         while self.receiver.returned:
             self._transmit([notice(self.receiver.take_returned(MAX_RETURNED))], None)
+        if self.sender.dropped:
+            self._send_forgets()
 
     def _send_forgets(self) -> None:
         numbers: list[int] = []

@@ -42,7 +42,7 @@ class Address(Protocol):
 
 
 def network_namespace() -> str:
-    """Identifies the network namespace, and the clock. Workers with equal ones can connect by abstract socket names, and
+    """Identifies the network namespace and the clock. Workers with equal ones can connect by abstract socket names, and
     have the same monotonic clock.
     """
     try:

@@ -124,8 +124,8 @@ class Message:
 
     ``buffers`` holds memory; as read from the stream, it holds pairs of a segment's number and a length. ``keep`` keeps
     the buffers' memory alive until they are sent. ``seconds`` is the time that a request may take or, if both ends
-    have the same monotonic clock, its deadline; None if it has none. ``out_of_band`` are the objects that the codec found and that travel as ``refs``. The receiver's
-    runtime resolves ``refs`` and ``creation`` into ``received_refs``.
+    have the same monotonic clock, its deadline; None if it has none. ``out_of_band`` are the objects that the codec
+    found and that travel as ``refs``. The receiver's runtime resolves ``refs`` and ``creation`` into ``received_refs``.
     """
 
     __slots__ = (
