@@ -32,6 +32,7 @@ from farprop.rpc.invocations import _invoke_rpc_python_udf as _invoke_rpc_python
 from farprop.rpc.invocations import _invoke_rpc_torchscript as _invoke_rpc_torchscript
 from farprop.rpc.invocations import create
 from farprop.rpc.options import checked_timeout
+from farprop.rpc.retries import RetriedCall, Retry
 from farprop.rpc.rref import RRef, T
 from farprop.runtime import agent_registry, profiling
 from farprop.runtime.agent import Agent
@@ -171,6 +172,8 @@ def rpc_sync(
     args: tuple[Any, ...] | None = None,
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    retry: Retry | None = None,
 ) -> Any:
     """Run ``func(*args, **kwargs)`` on another worker and wait for its result.
 
@@ -180,7 +183,9 @@ def rpc_sync(
             restricted job: a function that the worker has exposed, or its name.
         args: Positional arguments of ``func``.
         kwargs: Keyword arguments of ``func``.
-        timeout: The seconds to wait; 0 disables the timeout. By default the process's default.
+        timeout: The seconds to wait, in all attempts; 0 disables the timeout. By default the process's default.
+        retry: How often to try, if an attempt fails and it is safe to try again. By default the call is sent once, and
+            runs at most once.
 
     Returns:
         What ``func`` returned.
@@ -194,6 +199,8 @@ def rpc_sync(
     Example:
         ``y = rpc.rpc_sync("worker1", torch.add, args=(a, b))``
     """
+    if retry is not None:
+        return _retried(retry, func, timeout, lambda left: rpc_sync(to, func, args, kwargs, left)).run()
     agent = agent_registry.installed
     if agent is None:
         agent = current_agent()  # raises
@@ -216,6 +223,8 @@ def rpc_async(
     args: tuple[Any, ...] | None = None,
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    retry: Retry | None = None,
 ) -> torch.futures.Future[Any]:
     """Run ``func(*args, **kwargs)`` on another worker and return a future of its result at once.
 
@@ -228,6 +237,7 @@ def rpc_async(
         args: Positional arguments of ``func``.
         kwargs: Keyword arguments of ``func``.
         timeout: The seconds after which the future fails; 0 disables the timeout. By default the process's default.
+        retry: As for :func:`rpc_sync`.
 
     Returns:
         A future of what ``func`` returns. It raises what :func:`rpc_sync` would raise.
@@ -238,10 +248,20 @@ def rpc_async(
     Example:
         ``future = rpc.rpc_async("worker1", torch.add, args=(a, b))``, then ``future.wait()``
     """
-    future = _invoke_rpc(to, func, RPCExecMode.ASYNC, args, kwargs, timeout)
+    if retry is None:
+        future = _invoke_rpc(to, func, RPCExecMode.ASYNC, args, kwargs, timeout)
+    else:
+        call = _retried(retry, func, timeout, lambda left: rpc_sync(to, func, args, kwargs, left))
+        future = call.future_of(_invoke_rpc(to, func, RPCExecMode.ASYNC, args, kwargs, call.left))
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)
     return future
+
+
+def _retried(retry: Retry, func: Any, timeout: float, call: Callable[[float], Any]) -> RetriedCall:
+    agent = current_agent()
+    seconds = agent.services.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else checked_timeout(timeout)
+    return RetriedCall(agent, retry, func, seconds, call)
 
 
 def _invoke_rpc(

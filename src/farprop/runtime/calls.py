@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from farprop._torch import set_result
-from farprop.errors import ConnectionLostError, InjectedFaultError, RpcTimeoutError, UsageError
+from farprop.errors import ConnectionLostError, FarpropError, InjectedFaultError, RpcTimeoutError, UsageError
 from farprop.ids import WorkerInfo
 from farprop.protocol.references.records import Fork, OwnedValue, UserReference
 from farprop.runtime import profiling
@@ -242,7 +242,11 @@ class Calls:
             sender: the rank of the callee.
         """
         if answer.kind != ANSWER:
-            raise self._dialect.decode_failure(answer.payload)
+            error = self._dialect.decode_failure(answer.payload)
+            if isinstance(error, FarpropError):
+                # The function may have raised an error of a call of its own, and that one's may not have run.
+                error.may_have_run = not answer.flags & SYSTEM
+            raise error
         decode = self._dialect.decode_value
         if answer.autograd is None and answer.received_refs is None:
             return decode(answer.payload, answer.buffers, answer.flags)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any, cast
 
-from farprop.errors import ConnectionLostError, ProtocolError, RpcTimeoutError
+from farprop.errors import ConnectionLostError, ProtocolError, RpcTimeoutError, not_run
 from farprop.locks import make_lock
 from farprop.protocol.pending_calls import PendingCalls
 from farprop.runtime.event_loop import HANGUP, IN, OUT
@@ -209,7 +209,7 @@ class ClientConnection:
         try:
             with self._lock:
                 if self._lost is not None:
-                    raise self._lost_error()
+                    raise not_run(self._lost_error())
                 self._calls.open(call_id, call, None)
                 self._join_readers(call, pooled)
                 self.sent += not message.flags & SYSTEM
@@ -312,7 +312,7 @@ class ClientConnection:
         deadline = None if timeout is None else _now() + timeout
         with self._lock:
             if self._lost is not None:
-                raise self._lost_error()
+                raise not_run(self._lost_error())
             self._calls.open(call_id, call, deadline)
             timer = self._deadline_timer
             if self._reader is None:
@@ -326,12 +326,10 @@ class ClientConnection:
             self._send(message, call_id, deadline if self._shares_clock else timeout, more)
             if more:
                 self._uncork_soon()
-        except BaseException as error:
+        except BaseException:
             with self._lock:
-                ours = self._calls.answer(call_id) is not None
-            if ours or not isinstance(error, ConnectionLostError):
-                raise
-            # Otherwise the call has ended already, with this very error.
+                self._calls.answer(call_id)
+            raise
 
     def _watch_deadlines(self) -> None:
         """Set the timer for the nearest deadline."""
@@ -371,7 +369,14 @@ class ClientConnection:
             self.lose(str(error))
 
     def _send(self, message: Message, call_id: int, seconds: float | None, more: bool = False) -> None:
-        """Send a request. ``seconds`` is its deadline if the callee has the same clock, else its timeout."""
+        """Send a request, unless the call has ended already because the connection is lost.
+
+        Args:
+            message: the request.
+            call_id: the id of the call.
+            seconds: its deadline if the callee has the same clock, else its timeout.
+            more: whether it may wait for others.
+        """
         message.call_id = call_id
         message.seconds = seconds
         if _log.isEnabledFor(_DEBUG):
@@ -381,8 +386,13 @@ class ClientConnection:
             self._connection.send(message, more)
             message.sent = True
         except ConnectionLostError as error:
+            # The callee can't have read all of it.
+            with self._lock:
+                is_open = self._calls.answer(call_id) is not None
             self.lose(str(error))
-            raise
+            if is_open:
+                not_run(error)
+                raise
         except KeyboardInterrupt:
             self.lose("sending to it was interrupted")  # half a message may have been sent
             raise
@@ -393,7 +403,7 @@ class ClientConnection:
         began = _now()
         while self._connection.outbox_bytes > _OUTBOX_LIMIT and not self._connection.closed:
             if timeout is not None and _now() - began > timeout:
-                raise timeout_error(self.peer, timeout)
+                raise not_run(timeout_error(self.peer, timeout))
             with self._threads.blocked():
                 poller.poll(20)
 

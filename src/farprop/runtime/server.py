@@ -237,7 +237,7 @@ class Server:
     def _refuse(self, connection: Connection, message: Message, error: OverloadedError) -> None:
         refs = message.received_refs
         reply = PendingReply(connection, message.flags, message.call_id, None if refs is None else refs.creation)
-        self._threads.push_answer(self._fail, reply, error)
+        self._threads.push_answer(self._reject, reply, error)
 
     def _run_held(self, connection: Connection) -> bool:
         """Run the held requests if the caller has read its answers or is gone; returns whether it was paused."""
@@ -267,12 +267,12 @@ class Server:
         refs = message.received_refs
         reply = PendingReply(connection, flags, message.call_id, None if refs is None else refs.creation)
         if flags & REMOTE and reply.creation is None:
-            self._send_failure(reply, ConnectionLostError("its caller has given this call up as lost"))
+            self._send_failure(reply, ConnectionLostError("its caller has given this call up as lost"), SYSTEM)
             return
         seconds = message.seconds
         # Farprop's own requests run nevertheless: a worker that was stopped still has to undo a failed pass.
         if seconds is not None and started > counted_from + seconds and not flags & SYSTEM:
-            self._fail(reply, _too_late())
+            self._reject(reply, _too_late())
             return
         if name not in self._quick:
             if self._corked:
@@ -285,11 +285,11 @@ class Server:
             function, args, kwargs = self._decode(reply, message)
             settings = self._profile_settings(message) if flags & PROFILED else None
         except (FunctionNotFound, NotExposedError) as error:
-            self._fail(reply, error)
+            self._reject(reply, error)
             return
         except BaseException as error:
             error.add_note(f"{self._worker} could not decode the call's arguments.")
-            self._fail(reply, error)
+            self._reject(reply, error)
             return
         if _log.isEnabledFor(logging.DEBUG):
             text = "%s: runs call %d of %s (rank %d): %s"
@@ -422,21 +422,26 @@ class Server:
             message.profile = profiling.pack_record(reply.record())
         return message
 
-    def _fail(self, reply: PendingReply, error: BaseException) -> None:
+    def _reject(self, reply: PendingReply, error: BaseException) -> None:
+        """Answer a request that was not run."""
+        self._fail(reply, error, SYSTEM)
+
+    def _fail(self, reply: PendingReply, error: BaseException, flags: int = 0) -> None:
         if reply.creation is None:
-            self._send_failure(reply, error)
+            self._send_failure(reply, error, flags)
         else:
             # The reference exists, and using it raises the error.
             creation, reply.creation = reply.creation, None
             creation.slot.fail(error)
             self._answer(reply, None)
 
-    def _send_failure(self, reply: PendingReply, error: BaseException) -> None:
+    def _send_failure(self, reply: PendingReply, error: BaseException, flags: int = 0) -> None:
         message = self._dialect.encode_failure(error, self._worker)
         if len(message.payload) > _LARGEST_FAILURE:
             short = RuntimeError(f"{type(error).__qualname__} was raised, and is too large to be sent")
             message = self._dialect.encode_failure(short, self._worker)
         message.kind = FAILURE
+        message.flags |= flags
         self._send(reply, message)
 
     def _send(self, reply: PendingReply, message: Message) -> None:

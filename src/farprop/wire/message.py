@@ -36,7 +36,8 @@ class Kind(enum.IntEnum):
 
 
 class Flag(enum.IntFlag):
-    SYSTEM = 1  # a request of farprop's own: not counted as work of the program
+    # A request of farprop's own: not counted as work of the program. In a failure: farprop did not run the request.
+    SYSTEM = 1
     PROFILED = 2  # in a request: record the operators that it runs; in an answer: the record follows
     FORGET = 4  # in a notice: the numbers are segments that the sender dropped
     FAST = 8  # fast_codec wrote the payload

@@ -94,8 +94,9 @@ class PassAborter:
             context.aborts[local.id.number] = abort
         self._ask_all(abort, context.known | local.partners)
         self._on_answer(abort, self._own_rank)
-        with self._peers.blocked():
-            abort.ended.wait(_WAIT_SECONDS)
+        if not abort.ended.is_set():
+            with self._peers.blocked():
+                abort.ended.wait(_WAIT_SECONDS)
 
     def _ask_all(self, abort: PassAbort, workers: Iterable[int]) -> None:
         """Ask those of these workers that were not asked yet, all at the same time."""
