@@ -558,7 +558,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
                 _wait_for_own_work(agent, timeout)
                 agent.leave()
     finally:
-        _finalize_shutdown(deadline)
+        _stop(deadline)
 
 
 def _left(deadline: float | None) -> float:
@@ -583,7 +583,12 @@ def _report_leaks(agent: Agent, leaks: list[LiveReference], ignore: bool) -> Non
     raise UsageError(report.replace("Leaking RRefs:", "Leaking RRef:", 1))
 
 
-def _finalize_shutdown(deadline: float | None) -> None:
+def _finalize_shutdown() -> None:
+    """Stop farprop on this worker."""
+    _stop(None)
+
+
+def _stop(deadline: float | None) -> None:
     agent = current_agent()
     _reset_current_rpc_agent()
     agent.shutdown(deadline)

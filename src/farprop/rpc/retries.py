@@ -161,7 +161,7 @@ class RetriedCall:
             try:
                 value = here.run(self._go_on, error)
             except BaseException as last:
-                outcome.set_exception(last)  # type: ignore[arg-type]
+                outcome.set_exception(last)
             else:
                 set_result(outcome, value)
 

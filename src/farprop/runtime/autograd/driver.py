@@ -152,9 +152,9 @@ class BackwardDriver:
         if context.aborts:
             self.aborter.await_aborts(context, waiter.deadline)
         pass_id = context.new_pass(self._numbers)
-        _log.debug("%s: backward pass %d of context %d begins", self._peers.label, pass_id.number, context.id)
-        anomaly = torch.is_anomaly_enabled()
         try:
+            _log.debug("%s: backward pass %d of context %d begins", self._peers.label, pass_id.number, context.id)
+            anomaly = torch.is_anomaly_enabled()
             local = LocalPass(context, self.own_rank, pass_id, fast, keep_graph, anomaly, edges)
             self._waiters[pass_id] = waiter
             with context.lock:
