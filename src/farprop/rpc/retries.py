@@ -187,7 +187,10 @@ class RetriedCall:
             if attempts >= self._retry.attempts or too_late or not _may_retry(self._func, error):
                 if attempts > 1:
                     error.add_note(f"The call was tried {attempts} times.")
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # its traceback refers to this frame
             _log.info("attempt %d of a call failed, the next is in %.3f s: %s", attempts, pause, error)
             with self._agent.blocked():
                 time.sleep(pause)

@@ -242,11 +242,7 @@ class Calls:
             sender: the rank of the callee.
         """
         if answer.kind != ANSWER:
-            error = self._dialect.decode_failure(answer.payload)
-            if isinstance(error, FarpropError):
-                # The function may have raised an error of a call of its own, and that one's may not have run.
-                error.may_have_run = not answer.flags & SYSTEM
-            raise error
+            raise self._error_of(answer)
         decode = self._dialect.decode_value
         if answer.autograd is None and answer.received_refs is None:
             return decode(answer.payload, answer.buffers, answer.flags)
@@ -254,6 +250,13 @@ class Calls:
         if answer.autograd is None or context is None:
             return decode_with(refs, None, decode, answer.payload, answer.buffers, answer.flags)
         return context.receive(sender, answer.autograd, refs, decode, answer.payload, answer.buffers, answer.flags)
+
+    def _error_of(self, answer: Message) -> Exception:
+        error = self._dialect.decode_failure(answer.payload)
+        if isinstance(error, FarpropError):
+            # The function may have raised the error of a call of its own, whose function has not run.
+            error.may_have_run = not answer.flags & SYSTEM
+        return error
 
 
 ValueOf = Callable[[Message, Context | None, int], Any]
