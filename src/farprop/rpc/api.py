@@ -200,7 +200,7 @@ def rpc_sync(
         ``y = rpc.rpc_sync("worker1", torch.add, args=(a, b))``
     """
     if retry is not None:
-        return _retried(retry, func, timeout, lambda left: rpc_sync(to, func, args, kwargs, left)).run()
+        return _retried(retry, to, func, args, kwargs, timeout).run()
     agent = agent_registry.installed
     if agent is None:
         agent = current_agent()  # raises
@@ -251,17 +251,17 @@ def rpc_async(
     if retry is None:
         future = _invoke_rpc(to, func, RPCExecMode.ASYNC, args, kwargs, timeout)
     else:
-        call = _retried(retry, func, timeout, lambda left: rpc_sync(to, func, args, kwargs, left))
+        call = _retried(retry, to, func, args, kwargs, timeout)
         future = call.future_of(_invoke_rpc(to, func, RPCExecMode.ASYNC, args, kwargs, call.left))
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)
     return future
 
 
-def _retried(retry: Retry, func: Any, timeout: float, call: Callable[[float], Any]) -> RetriedCall:
+def _retried(retry: Retry, to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> RetriedCall:
     agent = current_agent()
     seconds = agent.services.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else checked_timeout(timeout)
-    return RetriedCall(agent, retry, func, seconds, call)
+    return RetriedCall(agent, retry, func, seconds, lambda left: rpc_sync(to, func, args, kwargs, left))
 
 
 def _invoke_rpc(
