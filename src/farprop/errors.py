@@ -13,11 +13,20 @@ _E = TypeVar("_E", bound=BaseException)
 
 
 class FarpropError(RuntimeError):
-    """Base class of all errors that farprop itself raises."""
+    """Base class of all errors that farprop itself raises.
+
+    Attributes:
+        may_have_run: for the error of a call, False if the called function certainly has not run and will not. True if
+            it may have run, or may still run.
+    """
+
+    may_have_run: bool = True
 
 
 class UsageError(FarpropError):
     """This program used farprop wrongly: RPC is not initialised, a worker is unknown, a setting is invalid."""
+
+    may_have_run = False
 
 
 class NotExposedError(UsageError):
@@ -38,6 +47,8 @@ class ConnectionLostError(FarpropError, ConnectionError):
 
 class OverloadedError(FarpropError):
     """Too many requests wait at the other worker or are under way to it, so this one was not run."""
+
+    may_have_run = False
 
 
 class ReferenceLostError(ConnectionLostError):
@@ -100,15 +111,26 @@ class ProtocolError(FarpropError):
 
 
 class InjectedFaultError(FarpropError):
-    """A fault plan or a ``FaultyProcessGroup`` made a message or a collective fail."""
+    """A fault plan or a ``FaultyProcessGroup`` made a message or a collective fail. The message was not sent."""
+
+    may_have_run = False
 
 
 class AuthenticationError(FarpropError):
     """A peer could not prove that it knows the job's secret, or refused our proof."""
 
+    may_have_run = False
+
 
 class RendezvousError(FarpropError):
     """The workers of the job could not form a group."""
+
+
+def not_run(error: _E) -> _E:
+    """Note that the function of the failed call has not run and will not; returns the error."""
+    if isinstance(error, FarpropError):
+        error.may_have_run = False
+    return error
 
 
 def renewed(error: BaseException) -> BaseException:

@@ -238,6 +238,9 @@ def _refusals() -> None:
     def misspelt(x: Tensor) -> Tensor:
         return rpc.rpc_sync("worker1", f.add, argz=(x, x))
 
+    def retried(x: Tensor) -> Tensor:
+        return rpc.rpc_sync("worker1", f.add, (x, x), retry=rpc.Retry(3))
+
     for function, message in (
         (call_operator, "torch.neg.*not the name of a script function"),
         (call_variable, "chosen.*not the name of a script function"),
@@ -245,6 +248,7 @@ def _refusals() -> None:
         (too_few, "Argument b not provided(.|\n)*test_calls.py"),
         (starred, r"arguments with \*"),
         (misspelt, "argz"),
+        (retried, "compiled code can't pass 'retry'"),
     ):
         with pytest.raises(UsageError, match=message):
             torch.jit.script(function)

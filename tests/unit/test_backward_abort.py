@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -55,6 +56,9 @@ class Network:
 
     def submit(self, function: Any, *args: Any) -> None:
         function(*args)
+
+    def blocked(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class Worker:

@@ -44,6 +44,9 @@ class Network:
         answer.kind = ANSWER
         return answer
 
+    def submit(self, function: Callable[..., None], *args: Any) -> None:
+        function(*args)
+
     def clean_up(self, rank: int, context_id: int) -> None:
         self.cleaned.append(rank)
 

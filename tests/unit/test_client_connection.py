@@ -65,7 +65,9 @@ def make_client(loop: StubLoop | None = None) -> tuple[ClientConnection, socket.
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     loop = loop or StubLoop()
     client = ClientConnection(loop, "worker0 (rank 0)", "peer", 1, lambda *_: None, lambda *_: None)  # type: ignore[arg-type]
-    connection = Connection(ours, "peer", 1, SegmentPool(0), 1 << 20, 1 << 20, client.want_output, lambda: None)
+    connection = Connection(
+        ours, "peer", 1, SegmentPool(0, lambda _: None), 1 << 20, 1 << 20, client.want_output, lambda: None
+    )
     client.attach(connection)
     connection.open_fd_channel()
     theirs.recv(1000)
@@ -167,7 +169,9 @@ def test_nothing_can_be_sent_on_a_closed_connection(more: bool) -> None:
 def test_failure_to_open_the_fd_channel_leaks_no_socket() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     theirs.close()
-    connection = Connection(ours, "peer", 1, SegmentPool(0), 1 << 20, 1 << 20, lambda _: None, lambda: None)
+    connection = Connection(
+        ours, "peer", 1, SegmentPool(0, lambda _: None), 1 << 20, 1 << 20, lambda _: None, lambda: None
+    )
     before = set(os.listdir("/proc/self/fd"))
     gc.disable()
     try:

@@ -15,6 +15,7 @@ from farprop.protocol.handshake import (
     PROVEN,
     READY,
     REFUSED,
+    VERSION,
     DialerHandshake,
     IdentityMismatchError,
     ListenerHandshake,
@@ -185,7 +186,7 @@ def test_version_mismatch_names_both_versions() -> None:
     dialer, listener = ends()
     hello = bytearray(dialer.start())
     hello[8] = 1
-    with pytest.raises(ProtocolError, match="version 1 .* version 4"):
+    with pytest.raises(ProtocolError, match=f"version 1 .* version {VERSION}"):
         listener.receive(bytes(hello))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from farprop.errors import ProtocolError
-from farprop.transport.shared_memory import FdChannel, SegmentPool, ShmReceiver, ShmSender
+from farprop.transport.shared_memory import HALF_LIFE, FdChannel, SegmentPool, ShmReceiver, ShmSender
 
 KIB = 1024
 
@@ -20,7 +20,8 @@ class Pair:
     """A sender and a receiver, with a descriptor channel between them."""
 
     def __init__(self, limit: int = 1 << 30) -> None:
-        self.pool = SegmentPool(limit)
+        self.timers: list[float] = []
+        self.pool = SegmentPool(limit, self.timers.append)
         self.sender = ShmSender(self.pool)
         self.notes = 0
         self.receiver = ShmReceiver(self.note)
@@ -50,6 +51,14 @@ class Pair:
 
 def mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:farprop")
+
+
+def burst(pair: Pair, count: int) -> None:
+    """Lend so many segments of a MiB at the same time, and get them back."""
+    held = [pair.send(bytes([number]) * KIB * KIB) for number in range(count)]
+    assert len(held) == count
+    held.clear()
+    pair.sender.take_back(pair.receiver.take_returned(1000))
 
 
 def test_lent_segment_is_not_reused_until_it_is_returned() -> None:
@@ -157,4 +166,60 @@ def test_lend_returns_none_when_the_fd_channel_is_full_and_segments_arrive_in_an
     for segment in reversed(segments):
         assert pair.receiver.borrow(segment.number, 10).nbytes == 10
     assert pair.sender.lend(memoryview(bytearray(64 * KIB))) is not None
+    pair.close()
+
+
+def test_free_segments_have_a_half_life() -> None:
+    pair = Pair()
+    burst(pair, 96)
+    free = []
+    while pair.timers:
+        assert pair.timers == [HALF_LIFE]  # one timer at a time
+        pair.timers.clear()
+        assert pair.pool.halve()
+        free.append(pair.pool.free_bytes >> 20)
+        pair.pool.validate()
+    assert free[0] >= 80  # at first, only those count as unneeded that were free at the begin
+    assert free[1:] == [free[0] // 2, free[0] // 4, 16]
+    assert pair.timers == []  # a small pool stays, and no timer runs for it
+    burst(pair, 8)
+    assert pair.timers == []
+    pair.close()
+
+
+def test_segments_that_are_in_use_again_and_again_stay() -> None:
+    pair = Pair()
+    for _ in range(5):
+        burst(pair, 64)
+        pair.timers.clear()
+        assert not pair.pool.halve() or pair.pool.free_bytes >= 40 << 20
+    burst(pair, 64)
+    before = pair.pool.free_bytes
+    pair.pool.halve()
+    assert pair.pool.free_bytes == before
+    pair.close()
+
+
+def shared_bytes() -> int:
+    """Bytes of shared memory in use, of all of this process's segments."""
+    total = 0
+    counts = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            counts = "memfd:farprop" in line
+        elif counts and line.startswith("Rss:"):
+            total += int(line.split()[1]) * KIB
+    return total
+
+
+def test_memory_of_dropped_segments_is_free_before_the_receiver_unmaps_them() -> None:
+    pair = Pair()
+    burst(pair, 64)
+    pair.pool.halve()
+    for _ in range(10):
+        pair.pool.halve()
+    assert shared_bytes() <= 2 * 16 << 20  # both sides of the few that stay
+    assert mappings() > 40  # the receiver's
+    pair.settle()
+    assert mappings() <= 32
     pair.close()

@@ -189,14 +189,17 @@ class _Rewriter(ast.NodeTransformer):
 
 def _arguments(call: ast.Call, function: Callable[..., Any]) -> dict[str, ast.expr]:
     """The arguments of a call by parameter name. Those that are not given are None."""
-    parameters = inspect.signature(function).parameters
+    parameters = inspect.signature(function).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
     try:
         if any(isinstance(value, ast.Starred) for value in call.args) or any(k.arg is None for k in call.keywords):
             raise TypeError("it has arguments with * or **")
         given = inspect.signature(function).bind(*call.args, **{str(k.arg): k.value for k in call.keywords}).arguments
+        for name in given.keys() - names:
+            raise TypeError(f"compiled code can't pass {name!r}")
     except TypeError as error:
         raise UsageError(f"{ast.unparse(call)} can't be compiled: {error}.") from None
-    return {name: given.get(name, ast.Constant(None)) for name in parameters}
+    return {name: given.get(name, ast.Constant(None)) for name in names}
 
 
 def _with_stand_in(call: ast.Call, stand_in: Callable[..., Any], given: dict[str, ast.expr]) -> ast.Call:

@@ -76,6 +76,7 @@ from farprop.rpc.constants import (
 from farprop.rpc.functions import expose
 from farprop.rpc.inspection import LiveReference, debug_info, live_references
 from farprop.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions, _TensorPipeRpcBackendOptionsBase
+from farprop.rpc.retries import Retry, idempotent
 from farprop.rpc.rref import RRef
 from farprop.rpc.saved_rrefs import _disable_jit_rref_pickle, _enable_jit_rref_pickle
 from farprop.rpc.server_process_global_profiler import _server_process_global_profile
@@ -88,6 +89,7 @@ __all__ = [
     "BackendValue",
     "LiveReference",
     "RRef",
+    "Retry",
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
     "WorkerInfo",
@@ -98,6 +100,7 @@ __all__ = [
     "functions",
     "get_rpc_timeout",
     "get_worker_info",
+    "idempotent",
     "init_backend",
     "init_rpc",
     "is_available",

@@ -32,6 +32,7 @@ from farprop.rpc.invocations import _invoke_rpc_python_udf as _invoke_rpc_python
 from farprop.rpc.invocations import _invoke_rpc_torchscript as _invoke_rpc_torchscript
 from farprop.rpc.invocations import create
 from farprop.rpc.options import checked_timeout
+from farprop.rpc.retries import RetriedCall, Retry
 from farprop.rpc.rref import RRef, T
 from farprop.runtime import agent_registry, profiling
 from farprop.runtime.agent import Agent
@@ -171,6 +172,8 @@ def rpc_sync(
     args: tuple[Any, ...] | None = None,
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    retry: Retry | None = None,
 ) -> Any:
     """Run ``func(*args, **kwargs)`` on another worker and wait for its result.
 
@@ -180,7 +183,9 @@ def rpc_sync(
             restricted job: a function that the worker has exposed, or its name.
         args: Positional arguments of ``func``.
         kwargs: Keyword arguments of ``func``.
-        timeout: The seconds to wait; 0 disables the timeout. By default the process's default.
+        timeout: The seconds to wait, in all attempts; 0 disables the timeout. By default the process's default.
+        retry: How often to try, if an attempt fails and it is safe to try again. By default the call is sent once, and
+            runs at most once.
 
     Returns:
         What ``func`` returned.
@@ -194,6 +199,8 @@ def rpc_sync(
     Example:
         ``y = rpc.rpc_sync("worker1", torch.add, args=(a, b))``
     """
+    if retry is not None:
+        return _retried(retry, to, func, args, kwargs, timeout).run()
     agent = agent_registry.installed
     if agent is None:
         agent = current_agent()  # raises
@@ -216,6 +223,8 @@ def rpc_async(
     args: tuple[Any, ...] | None = None,
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    retry: Retry | None = None,
 ) -> torch.futures.Future[Any]:
     """Run ``func(*args, **kwargs)`` on another worker and return a future of its result at once.
 
@@ -228,6 +237,7 @@ def rpc_async(
         args: Positional arguments of ``func``.
         kwargs: Keyword arguments of ``func``.
         timeout: The seconds after which the future fails; 0 disables the timeout. By default the process's default.
+        retry: As for :func:`rpc_sync`.
 
     Returns:
         A future of what ``func`` returns. It raises what :func:`rpc_sync` would raise.
@@ -238,10 +248,20 @@ def rpc_async(
     Example:
         ``future = rpc.rpc_async("worker1", torch.add, args=(a, b))``, then ``future.wait()``
     """
-    future = _invoke_rpc(to, func, RPCExecMode.ASYNC, args, kwargs, timeout)
+    if retry is None:
+        future = _invoke_rpc(to, func, RPCExecMode.ASYNC, args, kwargs, timeout)
+    else:
+        call = _retried(retry, to, func, args, kwargs, timeout)
+        future = call.future_of(_invoke_rpc(to, func, RPCExecMode.ASYNC, args, kwargs, call.left))
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)
     return future
+
+
+def _retried(retry: Retry, to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> RetriedCall:
+    agent = current_agent()
+    seconds = agent.services.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else checked_timeout(timeout)
+    return RetriedCall(agent, retry, func, seconds, lambda left: rpc_sync(to, func, args, kwargs, left))
 
 
 def _invoke_rpc(
@@ -513,7 +533,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     Args:
         graceful: Whether to wait until every worker has called ``shutdown`` and all work of the job is done. Otherwise
             this worker stops at once, and its open calls and those of its callers fail.
-        timeout: The seconds to wait for the others; 0 disables the timeout.
+        timeout: The seconds to wait for the others, in all; 0 disables the timeout. To stop takes less than a second
+            more.
 
     Raises:
         ConnectionLostError: A worker died. This worker is shut down nevertheless.
@@ -521,21 +542,28 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         UsageError: This process is not a worker.
     """
     agent = current_agent()
+    seconds = checked_timeout(timeout)
+    deadline = None if seconds is None else time.monotonic() + seconds
     try:
         if graceful:
             if getattr(agent, "is_static_group", True):
                 _wait_all_workers(timeout)
-                _drain_work(agent, timeout)  # work may still use references
+                _drain_work(agent, _left(deadline))  # work may still use references
                 _delete_all_user_and_unforked_owner_rrefs()
                 leaks: list[LiveReference] = []
                 # References are counted before the last round, because after it the others leave.
-                _wait_for_all_work(agent, timeout, lambda: _note_owned(leaks))
+                _wait_for_all_work(agent, _left(deadline), lambda: _note_owned(leaks))
                 _report_leaks(agent, leaks, _ignore_rref_leak)
             else:
                 _wait_for_own_work(agent, timeout)
                 agent.leave()
     finally:
-        _finalize_shutdown()
+        _stop(deadline)
+
+
+def _left(deadline: float | None) -> float:
+    """The timeout of what has to end at a deadline; 0 is none."""
+    return 0.0 if deadline is None else max(0.001, deadline - time.monotonic())
 
 
 def _note_owned(found: list[LiveReference]) -> None:
@@ -556,29 +584,35 @@ def _report_leaks(agent: Agent, leaks: list[LiveReference], ignore: bool) -> Non
 
 
 def _finalize_shutdown() -> None:
+    """Stop farprop on this worker."""
+    _stop(None)
+
+
+def _stop(deadline: float | None) -> None:
     """Stop farprop. In the main thread, another thread does it: an interrupt ends the wait, but not the shutdown."""
     agent = current_agent()
     if threading.current_thread() is not threading.main_thread():
-        _stop(agent)
+        _stop_agent(agent, deadline)
         return
     errors: list[BaseException] = []
-    stopping = threading.Thread(target=_stop_noting, args=(agent, errors), name="farprop-shutdown", daemon=True)
+    args = (agent, deadline, errors)
+    stopping = threading.Thread(target=_stop_noting, args=args, name="farprop-shutdown", daemon=True)
     stopping.start()
     stopping.join()
     if errors:
         raise errors[0]
 
 
-def _stop_noting(agent: Agent, errors: list[BaseException]) -> None:
+def _stop_noting(agent: Agent, deadline: float | None, errors: list[BaseException]) -> None:
     try:
-        _stop(agent)
+        _stop_agent(agent, deadline)
     except BaseException as error:
         errors.append(error)
 
 
-def _stop(agent: Agent) -> None:
+def _stop_agent(agent: Agent, deadline: float | None) -> None:
     _reset_current_rpc_agent()
-    agent.shutdown()
+    agent.shutdown(deadline)
     saved_rrefs.release_all()
 
 
@@ -588,11 +622,10 @@ def _wait_for_all_work(agent: Agent, timeout: float, before_round: Callable[[], 
     quiescence = Quiescence()
     while True:
         _poll_until(lambda: agent.idle, 0.05)
-        left = 0.0 if deadline is None else max(0.001, deadline - time.monotonic())
         report = Report(agent.peers.requests_sent, agent.idle)
         if before_round is not None:
             before_round()
-        reports = _gather(tuple(report), None, left, SYSTEM)
+        reports = _gather(tuple(report), None, _left(deadline), SYSTEM)
         if quiescence.round({worker: Report.of(found) for worker, found in reports.items()}):
             return
 

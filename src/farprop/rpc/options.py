@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from farprop.rpc import constants
-from farprop.wire.message import MAX_SECONDS
+from farprop.wire.message import MAX_TIMEOUT
 
 DeviceType: TypeAlias = int | str | torch.device
 
@@ -40,7 +40,7 @@ class RpcBackendOptions:
             )
         if rpc_timeout < 0:
             raise ValueError(f"rpc_timeout must be 0 (no timeout) or more seconds, not {rpc_timeout}.")
-        self.rpc_timeout = float(rpc_timeout) if rpc_timeout < MAX_SECONDS else 0.0
+        self.rpc_timeout = float(rpc_timeout) if rpc_timeout < MAX_TIMEOUT else 0.0
         self.init_method = init_method
 
 
@@ -179,4 +179,4 @@ def checked_timeout(timeout: float) -> float | None:
     """
     if not timeout >= 0:
         raise ValueError(f"A timeout is 0 (no timeout) or more seconds, not {timeout}.")
-    return float(timeout) if 0 < timeout < MAX_SECONDS else None
+    return float(timeout) if 0 < timeout < MAX_TIMEOUT else None

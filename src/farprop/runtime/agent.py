@@ -46,6 +46,8 @@ _log = logging.getLogger(__name__)
 
 DEFAULT_RPC_TIMEOUT = 60.0  # seconds
 _LAST_ANSWERS_SECONDS = 2.0
+_CLOSE_SECONDS = 2.0
+_LATE_SECONDS = 0.4  # what each of these two has if the deadline of the shutdown is over
 _MIN_MEETING_SECONDS = 5.0
 _ENDLESS_MEETING_SECONDS = 300.0
 
@@ -65,6 +67,11 @@ class AgentOptions:
 def meeting_seconds(rpc_timeout: float | None) -> float:
     """How long to wait for the other workers to join: the timeout of calls, but not less than workers take to start."""
     return _ENDLESS_MEETING_SECONDS if rpc_timeout is None else max(rpc_timeout, _MIN_MEETING_SECONDS)
+
+
+def last_seconds(most: float, deadline: float | None, now: float) -> float:
+    """How long a last step of the shutdown may take."""
+    return most if deadline is None else min(most, max(deadline - now, _LATE_SECONDS))
 
 
 class Agent:
@@ -88,7 +95,7 @@ class Agent:
         self._endpoint = Endpoint(store, name, rank, CALLS, self._settings)
         self._identity, self._dialer = self._endpoint.identity, self._endpoint.dialer
         dialect = self.dialect = options.dialect
-        self._pool = SegmentPool(self._settings.shm_pool_bytes)
+        self._pool = SegmentPool(self._settings.shm_pool_bytes, self._halve_pool_in)
         self._lock = make_lock("agent")
         self._returns_due = False
         self._closed = False
@@ -246,6 +253,15 @@ class Agent:
         self._returns_due = True
         self._loop.wake()
 
+    def _halve_pool_in(self, seconds: float) -> None:
+        # Not in the loop: to free much memory takes long.
+        self._loop.call_at(time.monotonic() + seconds, lambda: self._threads.submit(self._halve_pool))
+
+    def _halve_pool(self) -> None:
+        if not self._closed and self._pool.halve():
+            self.peers.give_back()
+            self._accepted.give_back()
+
     def _on_pause(self) -> None:
         """The loop is about to sleep: send the messages that wait for more."""
         self._server.uncork()
@@ -339,12 +355,14 @@ class Agent:
         except RuntimeError as error:
             _log.info("%s: the store is gone already: %s", self._info.label, error)
 
-    def shutdown(self) -> None:
-        """Stop, once the answers to the gathers of other workers are sent."""
-        end = time.monotonic() + _LAST_ANSWERS_SECONDS
+    def shutdown(self, deadline: float | None = None) -> None:
+        """Stop, once the answers to the gathers of other workers are sent. Takes less than a second if the deadline is
+        over.
+        """
+        end = time.monotonic() + last_seconds(_LAST_ANSWERS_SECONDS, deadline, time.monotonic())
         while self._server.owes_system_answers and time.monotonic() < end:
             time.sleep(0.0005)
-        self.close()
+        self.close(last_seconds(_CLOSE_SECONDS, deadline, time.monotonic()))
 
     def abandon(self) -> None:
         """In a forked child, close the descriptors and touch nothing else. The threads belong to the parent."""
@@ -353,7 +371,7 @@ class Agent:
         self._accepted.abandon()
         self._threads.abandon()
 
-    def close(self, timeout: float = 2.0) -> None:
+    def close(self, timeout: float = _CLOSE_SECONDS) -> None:
         """Stop now: open calls fail, connections close, threads end."""
         with self._lock:
             if self._closed:

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 from farprop._torch import set_result
-from farprop.errors import ConnectionLostError, InjectedFaultError, OverloadedError, RpcTimeoutError, UsageError
+from farprop.errors import (
+    ConnectionLostError,
+    FarpropError,
+    InjectedFaultError,
+    OverloadedError,
+    RpcTimeoutError,
+    UsageError,
+)
 from farprop.ids import WorkerInfo
 from farprop.protocol.references.records import Fork, OwnedValue
 from farprop.runtime import profiling
@@ -247,7 +254,7 @@ class Calls:
             sender: the rank of the callee.
         """
         if answer.kind != ANSWER:
-            raise self._dialect.decode_failure(answer.payload)
+            raise self._error_of(answer)
         decode = self._dialect.decode_value
         if answer.autograd is None and answer.received_refs is None:
             return decode(answer.payload, answer.buffers, answer.flags)
@@ -255,6 +262,13 @@ class Calls:
         if answer.autograd is None or context is None:
             return decode_with(refs, None, decode, answer.payload, answer.buffers, answer.flags)
         return context.receive(sender, answer.autograd, refs, decode, answer.payload, answer.buffers, answer.flags)
+
+    def _error_of(self, answer: Message) -> Exception:
+        error = self._dialect.decode_failure(answer.payload)
+        if isinstance(error, FarpropError):
+            # The function may have raised the error of a call of its own, whose function has not run.
+            error.may_have_run = not answer.flags & SYSTEM
+        return error
 
 
 ValueOf = Callable[[Message, Context | None, int], Any]

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from farprop.config import Settings
-from farprop.errors import ConnectionLostError, OverloadedError, ProtocolError, RpcTimeoutError
+from farprop.errors import ConnectionLostError, OverloadedError, ProtocolError, RpcTimeoutError, not_run
 from farprop.locks import make_lock
 from farprop.protocol.host_liveness import PROBE_SECONDS, HostState
 from farprop.protocol.pending_calls import PendingCalls
@@ -172,10 +172,12 @@ class ClientConnection:
         self._to_fail: list[Waiter | FutureCall] = []  # calls that were open when the connection was lost
         self._spinner = Spinner()
         self._poller = select.poll()  # used by the reader
+        self._shares_clock = False
         self._connection: Connection
 
     def attach(self, connection: Connection) -> None:
         self._connection = connection
+        self._shares_clock = connection.shares_clock
         self._poller.register(connection.fd, select.POLLIN)
         self._is_probed = not connection.can_probe
         self._loop.add(connection.fd, HANGUP, self._on_events)
@@ -226,13 +228,13 @@ class ClientConnection:
         try:
             with self._lock:
                 if self._lost is not None:
-                    raise self._lost_error()
+                    raise not_run(self._lost_error())
                 self._calls.open(call_id, call, None, size)
                 if not self._is_probed:
                     self._probe_soon()
                 self._join_readers(call, pooled)
                 self.sent += not message.flags & SYSTEM
-            self._send(message, call_id, left)
+            self._send(message, call_id, deadline if self._shares_clock else left)
             self._wait(call, deadline, pooled)
             if call.outcome is None or self._reader is call or call in self._followers:
                 self._leave(call, call_id)
@@ -337,13 +339,11 @@ class ClientConnection:
         if self._connection.outbox_bytes > self._most_outbox or self._calls.bytes > self._most_in_flight:
             left = self._wait_for_room(message, pooled, timeout)
         deadline = None if left is None else _now() + left
-        opened = False
         try:
             with self._lock:
                 if self._lost is not None:
-                    raise self._lost_error()
+                    raise not_run(self._lost_error())
                 self._calls.open(call_id, call, deadline, size)
-                opened = True
                 if not self._is_probed:
                     self._probe_soon()
                 timer = self._deadline_timer
@@ -355,16 +355,14 @@ class ClientConnection:
                 more = len(self._calls) > _PIPELINED
             if deadline is not None and (timer is None or deadline < timer.when):
                 self._watch_deadlines()
-            self._send(message, call_id, left, more)
+            self._send(message, call_id, deadline if self._shares_clock else left, more)
             if more:
                 self._uncork_soon()
-        except BaseException as error:
+        except BaseException:
             with self._lock:
                 ours = self._calls.answer(call_id) is not None
                 self._given_up += ours and message.sent
-            if ours or not opened or not isinstance(error, ConnectionLostError):
-                raise
-            # Otherwise the call has ended already, with this very error.
+            raise
 
     def _watch_deadlines(self) -> None:
         """Set the timer for the nearest deadline."""
@@ -429,9 +427,17 @@ class ClientConnection:
             self.lose(f"sending to it was interrupted by {type(error).__name__}")
             raise
 
-    def _send(self, message: Message, call_id: int, timeout: float | None, more: bool = False) -> None:
+    def _send(self, message: Message, call_id: int, seconds: float | None, more: bool = False) -> None:
+        """Send a request, unless the call has ended already because the connection is lost.
+
+        Args:
+            message: the request.
+            call_id: the id of the call.
+            seconds: its deadline if the callee has the same clock, else its timeout.
+            more: whether it may wait for others.
+        """
         message.call_id = call_id
-        message.seconds = timeout
+        message.seconds = seconds
         if _log.isEnabledFor(_DEBUG):
             text = "%s: sends call %d to %s (rank %d): %s"
             _log.debug(text, self._own_label, call_id, self.peer, self.rank, shown_name(message.name))
@@ -439,8 +445,13 @@ class ClientConnection:
             self._connection.send(message, more)
             message.sent = True
         except ConnectionLostError as error:
+            # The callee can't have read all of it.
+            with self._lock:
+                is_open = self._calls.answer(call_id) is not None
             self.lose(str(error))
-            raise
+            if is_open:
+                not_run(error)
+                raise
         except Exception:
             raise  # nothing was sent
         except BaseException as error:
@@ -457,12 +468,13 @@ class ClientConnection:
             return timeout
         nested = pooled or getattr(this_thread, "runs_coroutines", False)
         if not nested and not self._may_wait:
-            raise OverloadedError(
+            error = OverloadedError(
                 f"A call to {self.peer} was not sent: calls of {self._calls.bytes} bytes have no answer yet, of which "
                 f"{self._connection.outbox_bytes} bytes are not sent. The limits are FARPROP_IN_FLIGHT_BYTES="
                 f"{self._most_in_flight} and FARPROP_OUTBOX_BYTES={self._most_outbox}. Wait for answers before you "
                 "send more, or set FARPROP_WHEN_FULL=wait."
             )
+            raise not_run(error)
         waker = Waker()
         deadline = None if timeout is None else _now() + timeout
         with self._threads.blocked():
@@ -474,7 +486,7 @@ class ClientConnection:
                 # An interrupt of another thread may have lost the wake-up.
                 left = _LOOK_SECONDS if deadline is None else deadline - _now()
                 if left <= 0:
-                    raise timeout_error(self.peer, cast(float, timeout))
+                    raise not_run(timeout_error(self.peer, cast(float, timeout)))
                 waker.wait(timeout=min(_LOOK_SECONDS, left))
         return None if deadline is None else max(0.0, deadline - _now())
 

@@ -17,6 +17,8 @@ from farprop.runtime.futures import Future
 from farprop.wire.message import SYSTEM
 
 _PEER_CHECK_SECONDS = 0.25  # how often to check that the awaited workers are alive
+_LEAST_CALL_SECONDS = 0.25  # what a call of a gather has, however little time is left
+_RELEASE_SECONDS = 0.5  # how long a leader that gives up dials followers to tell them
 
 
 class AllGatherStates:
@@ -172,6 +174,15 @@ class _GatherLoop:
         self._calls = calls
         self._flags = flags
         self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._end = self._deadline  # as the deadline, which is None once it has been reported
+        self._gave_up: float | None = None
+
+    def _call_seconds(self) -> float | None:
+        """The timeout of a call: the gather's deadline holds for all of its calls together."""
+        if self._end is None:
+            return self._call_timeout
+        left = max(_LEAST_CALL_SECONDS, self._end - time.monotonic())
+        return left if self._call_timeout is None else min(left, self._call_timeout)
 
     def run(self) -> dict[str, Any]:
         try:
@@ -194,7 +205,8 @@ class _GatherLoop:
             match self._state.due.popleft():
                 case SendValue(leader):
                     arguments = (tuple(self._key), self._own, self._value)
-                    self._agent.call_sync(leader, self._calls.to_leader, arguments, {}, self._call_timeout, self._flags)
+                    seconds = self._call_seconds()
+                    self._agent.call_sync(leader, self._calls.to_leader, arguments, {}, seconds, self._flags)
                 case Broadcast(followers, values):
                     for follower in followers:
                         self._broadcast_to(follower, values)
@@ -248,7 +260,7 @@ class _GatherLoop:
                 self._calls.to_follower,
                 (tuple(self._key), values),
                 {},
-                self._call_timeout,
+                self._call_seconds(),
                 future,
                 self._flags,
             )
@@ -271,9 +283,15 @@ class _GatherLoop:
     def _release(self, release: Release) -> None:
         failure = None if release.failure is None else tuple(release.failure)
         arguments = (tuple(self._key), failure)
+        seconds = self._call_seconds()
+        if failure is not None:
+            now = time.monotonic()
+            if self._gave_up is None:
+                self._gave_up = now
+            seconds = max(0.0, self._gave_up + _RELEASE_SECONDS - now)
+            if not seconds and not self._agent.peers.is_ready(self._agent.get_worker_info(release.follower).id):
+                return  # it learns it at its own deadline
         try:
-            self._agent.call_async(
-                release.follower, self._calls.release, arguments, {}, self._call_timeout, Future(), SYSTEM
-            )
+            self._agent.call_async(release.follower, self._calls.release, arguments, {}, seconds, Future(), SYSTEM)
         except FarpropError:
             pass  # the follower is gone

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from farprop.config import Settings
-from farprop.errors import ConnectionLostError, UsageError
+from farprop.errors import ConnectionLostError, UsageError, not_run
 from farprop.ids import WorkerInfo
 from farprop.locks import make_lock
 from farprop.protocol.roster import Identity
@@ -102,7 +102,8 @@ class Peers:
                 return self._dial_now(name, began + seconds)
             except ConnectionLostError as error:
                 if timeout is not None and time.monotonic() - began >= timeout:
-                    raise timeout_error(name, timeout) from error
+                    raise not_run(timeout_error(name, timeout)) from error
+                not_run(error)
                 raise
 
     def _dial_now(self, name: str, deadline: float) -> ClientConnection:

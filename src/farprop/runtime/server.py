@@ -55,6 +55,7 @@ _log = logging.getLogger(__name__)
 
 _LARGEST_FAILURE = 1 << 20
 _QUICK = 100e-6
+_PAUSE = 0.25  # seconds without input after which the server asks how long the next bytes have waited
 _now = time.monotonic
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -163,11 +164,12 @@ class Server:
         if messages is None:
             self._connections.close_one(connection)
             return
-        now = _now()
         self._loop.may_spin = True  # the next request may come soon
+        # From when the seconds of a request count. On a shared clock they are its deadline.
+        counted_from = 0.0 if connection.shares_clock else _arrival(connection)
         for message in messages:
             if message.kind == REQUEST:
-                self._accept_request(connection, message, now)
+                self._accept_request(connection, message, counted_from)
             elif message.kind != NOTICE:
                 self._break(connection, f"message kind {message.kind}")
                 return
@@ -176,8 +178,14 @@ class Server:
         _log.error("%s: closed the connection from %s: %s", self._label, connection.peer, why)
         self._connections.close_one(connection)
 
-    def _accept_request(self, connection: Connection, message: Message, now: float) -> None:
-        """Queue a request, unless it is refused. It counts as active until it is answered."""
+    def _accept_request(self, connection: Connection, message: Message, counted_from: float) -> None:
+        """Queue a request, unless it is refused. It counts as active until it is answered.
+
+        Args:
+            connection: the caller's.
+            message: the request.
+            counted_from: the time from which its seconds count.
+        """
         flags = message.flags
         _log.debug("%s: has call %d of %s (rank %d)", self._label, message.call_id, connection.peer, connection.rank)
         may_be_system = self._may_be_system
@@ -190,17 +198,17 @@ class Server:
         if message.autograd is not None and message.autograd.ended:
             self._ended_contexts.extend([(context_id, connection.rank) for context_id in message.autograd.ended])
         if flags & (REFS | REMOTE):
-            self._take_references(connection, message, now)
+            self._take_references(connection, message, counted_from)
         elif flags & SYSTEM:
             self._count(flags)
             # Farprop's own requests are short, and never wait for the program's calls.
-            self._threads.push_answer(self._run, connection, message, now)
+            self._threads.push_answer(self._run, connection, message, counted_from)
         else:
             with self._active_lock:
                 self.active += 1
             error = self._admission.admit(connection, message)
             if error is None:
-                self._threads.push_request((connection.rank, self._run, (connection, message, now)))
+                self._threads.push_request((connection.rank, self._run, (connection, message, counted_from)))
             else:
                 self._refuse(connection, message, error)
 
@@ -212,7 +220,7 @@ class Server:
         # It has everything that the server uses of a connection.
         self._threads.submit(self._accept_request, cast(Connection, connection), message, _now())
 
-    def _take_references(self, connection: Connection, message: Message, now: float) -> None:
+    def _take_references(self, connection: Connection, message: Message, counted_from: float) -> None:
         """Take the references of a request. It runs when the owners have counted them."""
         try:
             unconfirmed = self._references.take_refs(connection.rank, message)
@@ -227,15 +235,15 @@ class Server:
                 return
         if unconfirmed:
             self._references.users.when_confirmed(
-                unconfirmed, partial(self._threads.submit_request, self._request(connection, message, now))
+                unconfirmed, partial(self._threads.submit_request, self._request(connection, message, counted_from))
             )
         else:
-            self._threads.push_request(self._request(connection, message, now))
+            self._threads.push_request(self._request(connection, message, counted_from))
 
     def _refuse(self, connection: Connection, message: Message, error: OverloadedError) -> None:
         refs = message.received_refs
         reply = PendingReply(connection, message.flags, message.call_id, None if refs is None else refs.creation)
-        self._threads.push_answer(self._fail, reply, error)
+        self._threads.push_answer(self._reject, reply, error)
 
     def _run_held(self, connection: Connection) -> bool:
         """Run the held requests if the caller has read its answers or is gone; returns whether it was paused."""
@@ -244,35 +252,36 @@ class Server:
             self._threads.submit_request(request)
         return held is not None
 
-    def _request(self, connection: Connection, message: Message, received: float) -> Request:
-        return connection.rank, self._run, (connection, message, received)
+    def _request(self, connection: Connection, message: Message, counted_from: float) -> Request:
+        return connection.rank, self._run, (connection, message, counted_from)
 
     # Running them
 
-    def _run(self, connection: Connection, message: Message, received: float) -> None:
-        """Run a request that arrived at ``received``, and answer it."""
+    def _run(self, connection: Connection, message: Message, counted_from: float) -> None:
+        """Run a request whose seconds count from ``counted_from``, and answer it."""
         started = _now()
         name, flags = message.name, message.flags
         if (
             self._gate.is_shut
             and not flags & SYSTEM
-            and self._gate.hold(connection.peer, name, self._request(connection, message, received))
+            and self._gate.hold(connection.peer, name, self._request(connection, message, counted_from))
         ):
             return
         if not flags & SYSTEM:
             if connection.outbox_bytes > self._most_unread and self._admission.hold(
-                connection, self._request(connection, message, received)
+                connection, self._request(connection, message, counted_from)
             ):
                 return
             self._admission.begin(connection, message)
         refs = message.received_refs
         reply = PendingReply(connection, flags, message.call_id, None if refs is None else refs.creation)
         if flags & REMOTE and reply.creation is None:
-            self._send_failure(reply, ConnectionLostError("its caller has given this call up as lost"))
+            self._send_failure(reply, ConnectionLostError("its caller has given this call up as lost"), SYSTEM)
             return
-        timeout = message.seconds
-        if timeout is not None and started > received + timeout:
-            self._fail(reply, _too_late(timeout))
+        seconds = message.seconds
+        # Farprop's own requests run nevertheless: a worker that was stopped still has to undo a failed pass.
+        if seconds is not None and started > counted_from + seconds and not flags & SYSTEM:
+            self._reject(reply, _too_late())
             return
         if name not in self._quick:
             if self._corked:
@@ -285,11 +294,11 @@ class Server:
             function, args, kwargs = self._decode(reply, message)
             settings = self._profile_settings(message) if flags & PROFILED else None
         except (FunctionNotFound, NotExposedError) as error:
-            self._fail(reply, error)
+            self._reject(reply, error)
             return
         except BaseException as error:
             error.add_note(f"{self._worker} could not decode the call's arguments.")
-            self._fail(reply, error)
+            self._reject(reply, error)
             return
         if _log.isEnabledFor(logging.DEBUG):
             text = "%s: runs call %d of %s (rank %d): %s"
@@ -422,21 +431,26 @@ class Server:
             message.profile = profiling.pack_record(reply.record())
         return message
 
-    def _fail(self, reply: PendingReply, error: BaseException) -> None:
+    def _reject(self, reply: PendingReply, error: BaseException) -> None:
+        """Answer a request that was not run."""
+        self._fail(reply, error, SYSTEM)
+
+    def _fail(self, reply: PendingReply, error: BaseException, flags: int = 0) -> None:
         if reply.creation is None:
-            self._send_failure(reply, error)
+            self._send_failure(reply, error, flags)
         else:
             # The reference exists, and using it raises the error.
             creation, reply.creation = reply.creation, None
             creation.slot.fail(error)
             self._answer(reply, None)
 
-    def _send_failure(self, reply: PendingReply, error: BaseException) -> None:
+    def _send_failure(self, reply: PendingReply, error: BaseException, flags: int = 0) -> None:
         message = self._dialect.encode_failure(error, self._worker)
         if len(message.payload) > _LARGEST_FAILURE:
             short = RuntimeError(f"{type(error).__qualname__} was raised, and is too large to be sent")
             message = self._dialect.encode_failure(short, self._worker)
         message.kind = FAILURE
+        message.flags |= flags
         self._send(reply, message)
 
     def _send(self, reply: PendingReply, message: Message) -> None:
@@ -529,8 +543,16 @@ class Server:
         self.async_results.close()
 
 
-def _too_late(seconds: float) -> RpcTimeoutError:
+def _arrival(connection: Connection) -> float:
+    """When the bytes that were just read have arrived. They may have waited for long, if this worker was stopped."""
+    arrived = _now()
+    if arrived - connection.last_input > _PAUSE:
+        arrived -= connection.input_age()
+    connection.last_input = arrived  # if that is long ago, bytes that follow may be as old
+    return arrived
+
+
+def _too_late() -> RpcTimeoutError:
     return RpcTimeoutError(
-        f"RPC ran for more than set timeout ({seconds * 1000:.0f} ms): its time was over before it could start, so it "
-        "was not run."
+        "RPC ran for more than set timeout: its time was over before it could start, so it was not run."
     )

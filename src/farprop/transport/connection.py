@@ -28,7 +28,7 @@ from farprop.transport.shared_memory import (
     receive_with_descriptor,
     rights,
 )
-from farprop.transport.sockets import SEND_FLAGS, can_probe, tcp_facts, unsent
+from farprop.transport.sockets import SEND_FLAGS, can_probe, seconds_since_data, tcp_facts, unsent
 from farprop.transport.tls import Stream, TlsSocket
 from farprop.wire.frames import FrameReader
 from farprop.wire.message import FORGET, HEADS, MAX_BUFFERS, MAX_RETURNED, Message, notice
@@ -87,7 +87,8 @@ class Connection:
         self.receiver = ShmReceiver(on_returned)
         self._sock = sock
         self._tls = sock if isinstance(sock, TlsSocket) else None
-        is_unix = sock.family == socket.AF_UNIX
+        is_unix = self.shares_clock = sock.family == socket.AF_UNIX  # then requests carry a time of the clock
+        self.last_input = 0.0  # when the bytes that were read last had arrived, as far as the server knows
         # The socket of a Unix connection whose descriptor channel is not there yet.
         self._unpaired = sock if shares_memory and is_unix and isinstance(sock, socket.socket) else None
         self._fd_channel: FdChannel | None = None
@@ -174,9 +175,11 @@ class Connection:
             self._transmit([], None)
 
     def give_back(self) -> None:
-        """Return segments that no message has returned yet."""
+        """Return segments that no message has returned yet, and have the peer forget those that were dropped."""
         while self.receiver.returned:
             self._transmit([notice(self.receiver.take_returned(MAX_RETURNED))], None)
+        if self.sender.dropped:
+            self._send_forgets()
 
     def _send_forgets(self) -> None:
         numbers: list[int] = []
@@ -296,6 +299,10 @@ class Connection:
                     if self.sender.dropped:
                         self._send_forgets()
         return messages
+
+    def input_age(self) -> float:
+        """For a TCP connection: how many seconds the bytes that were just read have waited in the kernel, at least."""
+        return seconds_since_data(self._sock)
 
     def _decrypt_more(self) -> int:
         """Decrypt bytes that TLS has read already: they don't make the socket readable again."""

@@ -5,7 +5,10 @@ A segment belongs to one direction of one connection. Rules that hold here:
 - It is *free* (the sender may write to it) or *lent* (the receiver uses it, the sender must not touch it).
 - The receiver returns it when the last tensor on it is garbage-collected. When the connection closes, lent segments
   are dropped, never reused: the receiver may still read them.
-- Free segments count against the pool's limit, for all connections together; beyond it the oldest are dropped.
+- Free segments count against the pool's limit, for all connections together; beyond it the oldest are dropped. Of those
+  that nobody needs, half are dropped every ``HALF_LIFE`` seconds, until few are left.
+- The memory of a dropped segment is free at once, also if the receiver still has it mapped: it unmaps it when it reads
+  the sender's next message.
 
 The descriptors of segments are passed on a second socket beside the connection (``FdChannel``). The connection itself
 could pass them, but then every read would have to ask for them, which makes a small call a fifth slower. The dialer
@@ -34,6 +37,8 @@ from farprop.transport.sockets import SEND_FLAGS
 # Copying a smaller buffer through the socket is faster than lending a segment.
 MIN_SHARED = 64 * 1024
 _CHUNK = 64 * 1024
+HALF_LIFE = 1.0  # seconds in which the pool drops half of the free segments that nobody needs
+_FEW_BYTES = 16 << 20  # free segments of fewer bytes stay for ever: no timer runs for them
 # With this many bytes of returned segments waiting for a message, ``on_returned`` is called.
 _MUCH = 16 << 20
 
@@ -59,27 +64,67 @@ class Segment:
         # NumPy releases the interpreter's lock while it copies.
         self._array[: data.nbytes] = numpy.frombuffer(data, numpy.uint8)
 
+    def release_memory(self) -> None:
+        """Give the memory back to the kernel. The mappings stay, on both sides; nobody may use them any more."""
+        _libc.madvise(self._array.ctypes.data, self.size, mmap.MADV_REMOVE)
+
 
 class SegmentPool:
-    """The free segments of all connections of a process. Drops the oldest when they exceed the limit."""
+    """The free segments of all connections of a process. Drops the oldest when they exceed the limit.
 
-    def __init__(self, limit: int) -> None:
+    Args:
+        limit: the most bytes that free segments may have.
+        call_later: has ``halve`` called after so many seconds, on a thread that may take its time.
+    """
+
+    def __init__(self, limit: int, call_later: Callable[[float], None]) -> None:
         self._limit = limit
+        self._call_later = call_later
         self._lock = make_lock("segment_pool")
         self._free: OrderedDict[tuple[int, int], tuple[ShmSender, Segment]] = OrderedDict()
         self._free_bytes = 0
+        self._unneeded = 0  # the least number of free bytes since ``halve`` last ran
+        self._is_halving = False  # ``halve`` will be called
 
     def add(self, sender: ShmSender, segment: Segment) -> None:
         with self._lock:
             self._free[id(sender), segment.number] = sender, segment
             self._free_bytes += segment.size
-            drop = []
-            while self._free_bytes > self._limit and self._free:
-                _, (owner, oldest) = self._free.popitem(last=False)
-                self._free_bytes -= oldest.size
-                drop.append((owner, oldest))
-        for owner, oldest in drop:
-            owner.drop(oldest)
+            drop = self._take_oldest(self._free_bytes - self._limit)
+            begin = not self._is_halving and self._free_bytes > _FEW_BYTES
+            if begin:
+                self._is_halving = True
+                self._unneeded = self._free_bytes
+        self._drop(drop)
+        if begin:
+            self._call_later(HALF_LIFE)
+
+    def halve(self) -> bool:
+        """Drop half of the segments that were free since this was last called; returns whether any was dropped."""
+        with self._lock:
+            most = max(0, self._free_bytes - _FEW_BYTES)
+            drop = self._take_oldest(min(most, -(-self._unneeded // 2)))
+            self._unneeded = self._free_bytes
+            self._is_halving = goes_on = self._free_bytes > _FEW_BYTES
+        self._drop(drop)
+        if goes_on:
+            self._call_later(HALF_LIFE)
+        return bool(drop)
+
+    def _take_oldest(self, size: int) -> list[tuple[ShmSender, Segment]]:
+        """Remove the oldest segments, until they have ``size`` bytes."""
+        taken = []
+        while size > 0 and self._free:
+            _, (owner, oldest) = self._free.popitem(last=False)
+            self._free_bytes -= oldest.size
+            self._unneeded = min(self._unneeded, self._free_bytes)
+            size -= oldest.size
+            taken.append((owner, oldest))
+        return taken
+
+    def _drop(self, segments: list[tuple[ShmSender, Segment]]) -> None:
+        for owner, segment in segments:
+            owner.drop(segment)
 
     def take(self, sender: ShmSender, segment: Segment) -> bool:
         """Claim a free segment; False if it has been dropped meanwhile."""
@@ -87,12 +132,15 @@ class SegmentPool:
             if self._free.pop((id(sender), segment.number), None) is None:
                 return False
             self._free_bytes -= segment.size
+            if self._free_bytes < self._unneeded:
+                self._unneeded = self._free_bytes
             return True
 
     def forget(self, sender: ShmSender) -> None:
         with self._lock:
             for key in [key for key in self._free if key[0] == id(sender)]:
                 self._free_bytes -= self._free.pop(key)[1].size
+            self._unneeded = min(self._unneeded, self._free_bytes)
 
     @property
     def free_bytes(self) -> int:
@@ -158,9 +206,11 @@ class ShmSender:
 
     def drop(self, segment: Segment) -> None:
         with self._lock:
-            if segment in self._free:
-                self._free.remove(segment)
-                self.dropped.append(segment.number)
+            if segment not in self._free:
+                return
+            self._free.remove(segment)
+        segment.release_memory()
+        self.dropped.append(segment.number)
 
     def close(self) -> None:
         with self._lock:
@@ -257,6 +307,7 @@ _libc.mmap.argtypes = (
     ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
 )  # fmt: skip
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _FAILED = ctypes.c_void_p(-1).value
 
 

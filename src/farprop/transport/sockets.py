@@ -42,12 +42,18 @@ class Address(Protocol):
 
 
 def network_namespace() -> str:
-    """Identifies the network namespace. Workers with equal ones can connect by abstract socket names."""
+    """Identifies the network namespace and the clock. Workers with equal ones can connect by abstract socket names, and
+    have the same monotonic clock.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+            found = f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
         return ""
+    try:
+        return f"{found}/{os.stat('/proc/self/ns/time').st_ino}"
+    except OSError:
+        return found  # a kernel without time namespaces
 
 
 def listen_unix(name: str) -> socket.socket:
@@ -198,6 +204,8 @@ def unsent(parts: Iterable[bytes | memoryview], sent: int) -> list[memoryview]:
 # Fields of Linux's tcp_info: retransmits of data, probes of a closed window, packets in flight, milliseconds since the
 # last acknowledgement.
 _TCP_INFO = struct.Struct("<2xBB20xI28xI")
+# Another one: milliseconds since the last data arrived.
+_LAST_DATA = struct.Struct("<52xI")
 
 
 def set_keepalive(sock: Stream) -> None:
@@ -227,3 +235,12 @@ def prepare_probes(sock: Stream) -> None:
 def tcp_facts(sock: Stream) -> TcpFacts:
     """Ask the local kernel about the other end of a connection. Sends nothing."""
     return TcpFacts(*_TCP_INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)))
+
+
+def seconds_since_data(sock: Stream) -> float:
+    """How long ago the kernel received the last bytes of a TCP connection; 0 where the kernel does not say."""
+    try:
+        (milliseconds,) = _LAST_DATA.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA.size))
+    except (OSError, struct.error):
+        return 0.0
+    return float(milliseconds) / 1000

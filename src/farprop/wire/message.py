@@ -36,7 +36,8 @@ class Kind(enum.IntEnum):
 
 
 class Flag(enum.IntFlag):
-    SYSTEM = 1  # a request of farprop's own: not counted as work of the program
+    # A request of farprop's own: not counted as work of the program. In a failure: farprop did not run the request.
+    SYSTEM = 1
     PROFILED = 2  # in a request: record the operators that it runs; in an answer: the record follows
     FORGET = 4  # in a notice: the numbers are segments that the sender dropped
     FAST = 8  # fast_codec wrote the payload
@@ -66,12 +67,13 @@ class Method(enum.Enum):
     CONTEXT_EXISTS = b"\x16"  # to the creator of a context: does it still exist
 
 
-# kind, flags, buffers, name length, returned segments, call id, seconds left (0: no deadline), heads and payload
+# kind, flags, buffers, name length, returned segments, call id, seconds (0: no deadline), heads and payload
 HEADER = struct.Struct("<BBHHHQdQ")
 # length, segment (0: the bytes follow inline)
 BUFFER = struct.Struct("<QQ")
 MAX_BUFFERS = MAX_RETURNED = 0xFFFF
-MAX_SECONDS = 10 * 366 * 86400.0
+MAX_TIMEOUT = 10 * 366 * 86400.0
+MAX_SECONDS = 2 * MAX_TIMEOUT  # a deadline also has the seconds since the host was started
 
 _COUNT = struct.Struct("<I")
 _FORK = struct.Struct("<HHQHQB")
@@ -122,9 +124,9 @@ class Message:
     ``FrameReader`` makes one from received bytes.
 
     ``buffers`` holds memory; as read from the stream, it holds pairs of a segment's number and a length. ``keep`` keeps
-    the buffers' memory alive until they are sent. ``seconds`` is the time that is left for a request; None if it
-    has no deadline. ``out_of_band`` are the objects that the codec found and that travel as ``refs``. The receiver's
-    runtime resolves ``refs`` and ``creation`` into ``received_refs``.
+    the buffers' memory alive until they are sent. ``seconds`` is the time that a request may take or, if both ends
+    have the same monotonic clock, its deadline; None if it has none. ``out_of_band`` are the objects that the codec
+    found and that travel as ``refs``. The receiver's runtime resolves ``refs`` and ``creation`` into ``received_refs``.
     """
 
     __slots__ = (

@@ -119,7 +119,7 @@ class ContextCleanup:
             return
         for worker in context.known - {told_by}:
             self.ended.add(worker, context_id)
-        for local in list(context.passes.values()):
+        for local in context.all_passes():
             if local.machine.active:
                 text = f"Could not find autograd context with id: {context_id}. It has ended, during a backward pass."
                 self._aborter.fail(local, UsageError(text))
@@ -132,7 +132,7 @@ class ContextCleanup:
     def on_connection_lost(self, rank: int) -> None:
         """The connection to a worker broke: messages in flight may be lost, so passes with it fail."""
         for context in self._contexts.all():
-            for local in list(context.passes.values()):
+            for local in context.all_passes():
                 # Our part may be done, but gradients that we sent may be lost. If the pass has ended, this is ignored.
                 if rank in local.partners and not local.machine.failed and not local.machine.ended:
                     name = self._peers.name_of_rank(rank)
@@ -143,8 +143,8 @@ class ContextCleanup:
         """A worker is dead: its contexts and passes end, and it will not tell others when a context ends."""
         self.ended.forget(rank)
         for context in self._contexts.all():
-            for pass_id, local in list(context.passes.items()):
-                if pass_id.origin == rank and local.machine.active:
+            for local in context.all_passes():
+                if local.id.origin == rank and local.machine.active:
                     self._aborter.stop(local)
                     local.undo()
             maker = maker_of(context.id)

@@ -21,6 +21,7 @@ from farprop.wire.codec import decode_with
 from farprop.wire.message import CONTEXT, AutogradHead, Message
 
 if TYPE_CHECKING:
+    from farprop.runtime.autograd.abort import PassAbort
     from farprop.runtime.autograd.engine import LocalPass
 
 _R = TypeVar("_R")
@@ -55,7 +56,11 @@ class Context:
         self.known: set[int] = set()  # ranks of the workers that have to be told when the context ends
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.passes: dict[PassId, LocalPass] = {}
+        # The numbers of the passes that were started here, until they have ended. Not a set: ``del`` is no call, so an
+        # interrupt can't come between it and what belongs to it.
+        self.own_passes: dict[int, None] = {}
         self.aborted: set[PassId] = set()
+        self.aborts: dict[int, PassAbort] = {}  # by number: passes that failed here and are not undone everywhere yet
         self.lock = make_lock("context")
         self.is_released = False
         self.manager: Callable[[], object] | None = (
@@ -133,6 +138,29 @@ class Context:
         if node is not None:
             self.receives[head.message_id] = node
         return value
+
+    # Passes
+
+    def new_pass(self, numbers: Iterator[int], begun: list[PassId]) -> PassId:
+        """Begin a pass here; ``numbers`` counts the worker's passes. Whoever ends it finds its id in ``begun``."""
+        # In one step: a pass that sends its messages sooner must not take this one for ended, see ``oldest_pass``.
+        with self.lock:
+            pass_id = PassId(self.own_rank, next(numbers))
+            begun.append(pass_id)  # before it takes effect: an interrupt must not leave it behind
+            self.own_passes[pass_id.number] = None
+        return pass_id
+
+    def oldest_pass(self, number: int) -> int:
+        """The number of the oldest pass that was started here and has not ended. Pass ``number`` has not."""
+        if len(self.own_passes) == 1:
+            return number
+        with self.lock:
+            return min(self.own_passes)
+
+    def all_passes(self) -> list[LocalPass]:
+        """The passes that this worker knows now."""
+        with self.lock:
+            return list(self.passes.values())
 
     # The graph
 

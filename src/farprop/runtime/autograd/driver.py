@@ -71,6 +71,10 @@ class PassWaiter:
         self._events: deque[PassAction] = deque()
         self._waker: Waker | None = None  # made when the thread first waits: a chain ends without a wait
 
+    def left(self) -> float | None:
+        """The seconds that a call of this thread may take."""
+        return None if self.deadline is None else max(self.deadline - time.monotonic(), LEAST_SECONDS)
+
     def tell(self, action: PassAction) -> None:
         self._events.append(action)
         self._wake()
@@ -144,14 +148,33 @@ class BackwardDriver:
         timeout: float | None,
     ) -> None:
         """Run a backward pass from edges of the graph, with a gradient for each."""
-        pass_id = PassId(self.own_rank, next(self._numbers))
-        _log.debug("%s: backward pass %d of context %d begins", self._peers.label, pass_id.number, context.id)
-        anomaly = torch.is_anomaly_enabled()
-        local = LocalPass(context, self.own_rank, pass_id, fast, keep_graph, anomaly, edges)
         waiter = PassWaiter(timeout)
+        if context.aborts:
+            self.aborter.await_aborts(context, waiter.deadline)
+        begun: list[PassId] = []
         try:
+            pass_id = context.new_pass(self._numbers, begun)
+            _log.debug("%s: backward pass %d of context %d begins", self._peers.label, pass_id.number, context.id)
+            anomaly = torch.is_anomaly_enabled()
+            local = LocalPass(context, self.own_rank, pass_id, fast, keep_graph, anomaly, edges)
             self._waiters[pass_id] = waiter
-            context.passes[pass_id] = local
+            with context.lock:
+                context.passes[pass_id] = local
+            self._run_pass(local, gradients, waiter)
+        finally:
+            # Nothing is called here, so an interrupt can't come between these.
+            for pass_id in begun:
+                if pass_id in self._waiters:
+                    del self._waiters[pass_id]
+                if pass_id in context.passes:
+                    del context.passes[pass_id]
+                # One that is being aborted counts as running until that is done.
+                if pass_id.number not in context.aborts and pass_id.number in context.own_passes:
+                    del context.own_passes[pass_id.number]
+
+    def _run_pass(self, local: LocalPass, gradients: Sequence[Gradient], waiter: PassWaiter) -> None:
+        """Run a pass that is registered; if it fails, have it undone everywhere."""
+        try:
             with profiled(PASS):
                 if not self._start(local, gradients, waiter):
                     self._wait(local, waiter)
@@ -160,12 +183,6 @@ class BackwardDriver:
             if waiter.error is None or not isinstance(error, Exception):
                 raise
             raise waiter.error from None
-        finally:
-            # Nothing is called here, so an interrupt can't come between the two.
-            if pass_id in context.passes:
-                del context.passes[pass_id]
-            if pass_id in self._waiters:
-                del self._waiters[pass_id]
 
     def _start(self, local: LocalPass, gradients: Sequence[Gradient], waiter: PassWaiter) -> bool:
         """Run the pass from its roots, as far as this thread can; returns whether it has ended."""
@@ -236,7 +253,8 @@ class BackwardDriver:
                     todo.extend(self._take_answer(local, answer, came))
                 else:
                     message = self._gradient_message(local, target, share, gradients)
-                    call = CallbackCall(self._peers.rpc_timeout, partial(self._on_answer, local))
+                    timeout = self._peers.rpc_timeout if waiter is None else waiter.left()
+                    call = CallbackCall(timeout, partial(self._on_answer, local))
                     self._peers.send_method(target.worker, Method.GRADIENTS, message, call, system=False)
                 continue
             action = todo.popleft()
@@ -312,10 +330,7 @@ class BackwardDriver:
     def _head(self, local: LocalPass, message_id: int, share: CreditShare) -> bytes:
         oldest = 0
         if local.id.origin == self.own_rank:
-            oldest = local.id.number
-            for origin, number in local.context.passes:
-                if origin == self.own_rank and number < oldest:
-                    oldest = number
+            oldest = local.context.oldest_pass(local.id.number)
         return PassHead(
             local.context.id, message_id, local.id, oldest, local.fast, local.keep_graph, local.anomaly, share
         ).pack()
@@ -423,7 +438,7 @@ class BackwardDriver:
             if pass_id in context.aborted or pass_id.origin == self.own_rank:
                 raise FarpropError(f"The backward pass of context {context.id} has ended with an error.")
             if context.passes:
-                for old in [i for i in context.passes if i.origin == pass_id.origin and i.number < head.oldest]:
+                for old in [i for i in list(context.passes) if i.origin == pass_id.origin and i.number < head.oldest]:
                     del context.passes[old]
         local = LocalPass(context, self.own_rank, pass_id, head.fast, head.keep_graph, head.anomaly)
         with context.lock:
@@ -468,7 +483,7 @@ class BackwardDriver:
 
     def debug_info(self) -> dict[str, int]:
         """Counts, under torch's names."""
-        passes = [local for context in self.contexts.all() for local in list(context.passes.values())]
+        passes = [local for context in self.contexts.all() for local in context.all_passes()]
         return {
             "num_current_backward_passes": sum(local.machine.active for local in passes),
             "num_autograd_contexts": len(self.contexts),
