@@ -358,8 +358,6 @@ class Agent:
             if self._closed:
                 return
             self._closed = True
-        if self.membership.is_static and not self.membership.joined.is_set():
-            self._endpoint.secret.remove_file()  # no other worker will join
         self._endpoint.secret.let_go()
         self._failure_detector.close()
         self.references.close()

@@ -43,16 +43,18 @@ class _Store:
             self._store.set(key, value)
 
     def set_first(self, key: str, value: str) -> bytes:
-        """Set a key unless it is set, and return its value."""
+        """Set a key unless it is set, and return its value. A key that holds nothing is not set."""
+        return self.replace(key, "", value)
+
+    def replace(self, key: str, old: str, new: str) -> bytes:
+        """Set a key if it holds the old value, and return its value."""
         with _naming(key):
-            found: Any = self._store.compare_set(key, "", value)
+            found: Any = self._store.compare_set(key, old, new)
         return found if isinstance(found, bytes) else str(found).encode()
 
     def get(self, key: str) -> bytes:
         """The value of a key that was set a moment ago. The store's own ``get`` waits for minutes if it is gone."""
-        with _naming(key):
-            found: Any = self._store.compare_set(key, _MISSING, _MISSING)
-        value = found if isinstance(found, bytes) else str(found).encode()
+        value = self.replace(key, _MISSING, _MISSING)
         if value == _MISSING.encode():
             raise RendezvousError(f"{key!r} was removed from the store. Who else can write to it?")
         return value
@@ -64,10 +66,6 @@ class _Store:
     def count(self, key: str, step: int = 0) -> int:
         with _naming(key):
             return int(self._store.add(key, step))
-
-    def remove(self, key: str) -> None:
-        with _naming(key):
-            self._store.delete_key(key)
 
 
 @contextmanager
@@ -193,25 +191,35 @@ class Places:
         self._known: dict[int, Entry] = {}
         self._gone: set[int] = set()
         self._place = 0
+        self._claims: dict[str, str] = {}  # what this worker has taken: its values in the store
 
     def enter(self) -> None:
         """Join the group."""
         store, own = self._store, self._own
         if store.set_first("kind", "dynamic") != b"dynamic":
             raise RendezvousError(f"{MIXED} This group was started with a world_size; pass the same here.")
-        _claim(store, self._keys, f"name/{own.name}", own, f"Worker name {own.name!r} is not unique: it is taken")
-        _claim(store, self._keys, f"id/{own.rank}", own, f"Rank {own.rank} is taken already")
         try:
+            self._claim(f"name/{own.name}", f"Worker name {own.name!r} is not unique: it is taken")
+            self._claim(f"id/{own.rank}", f"Rank {own.rank} is taken already")
             present = self.members(strict=True)
             problem = check_roster([own, *present.values()])
             if problem is not None:
                 raise RendezvousError(problem)
-        except RendezvousError:
+            self._place = store.count("places", 1)
+            self._publish(own.to_json())
+        except BaseException:
+            # Others need the name and the rank, and have to go on without this worker.
             with suppress(RendezvousError):
-                self._release()
+                self.leave()
             raise
-        self._place = store.count("places", 1)
-        self._publish(own.to_json())
+
+    def _claim(self, key: str, taken: str) -> None:
+        self._claims[key] = self._keys.sign(key, _claim_text(self._own))
+        try:
+            _claim(self._store, self._keys, key, self._own, taken)
+        except RendezvousError:
+            del self._claims[key]
+            raise
 
     def members(self, strict: bool = False) -> dict[str, Entry]:
         """The current members by name. Unsigned values are skipped with a warning; with ``strict`` they raise."""
@@ -257,21 +265,23 @@ class Places:
         return True
 
     def leave(self) -> None:
-        self._publish(_GONE.decode())
-        self._release()
+        """Leave the group, or take back what was written before joining it failed."""
+        if self._place:
+            self._publish(_GONE.decode())
+        for key, claim in self._claims.items():
+            self._store.replace(key, claim, "")
 
     def _publish(self, text: str) -> None:
         name = f"place/{self._place}"
         self._store.set(name, self._keys.sign(name, text))
 
-    def _release(self) -> None:
-        for key in (f"name/{self._own.name}", f"id/{self._own.rank}"):
-            self._store.remove(key)
+
+def _claim_text(own: Entry) -> str:
+    return f"{own.instance} by a process on {own.host} (pid {own.pid})"
 
 
 def _claim(store: _Store, keys: Keys, key: str, own: Entry, taken: str) -> None:
-    claim = f"{own.instance} by a process on {own.host} (pid {own.pid})"
-    value = store.set_first(key, keys.sign(key, claim))
+    value = store.set_first(key, keys.sign(key, _claim_text(own)))
     try:
         holder = keys.read(key, value)
     except Unsigned:
