@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -75,3 +78,50 @@ def wait_until_claimed(path: str, key: str) -> None:
     """Wait until a worker has taken a rank or a name in the store."""
     store = dist.PrefixStore("rpc_prefix_0", dist.FileStore(path, -1))
     store.wait([key])
+
+
+# The secret that the workers of a host have found
+
+
+def _secrets() -> set[str]:
+    return {path.name for path in Path(tempfile.gettempdir()).glob(f"farprop-{os.geteuid()}/*")}
+
+
+def _fork() -> int:
+    """Fork a child that outlives this worker, as a loader of data may; returns its process id."""
+    pid = os.fork()
+    if pid == 0:
+        while True:
+            signal.pause()
+    return pid
+
+
+def test_secret_goes_with_the_last_worker(path: str) -> None:
+    """Whether the others have left or were killed."""
+    with processes(3) as job:
+        for rank in range(3):
+            assert job.run(rank, _join, path, f"worker{rank}", rank) == ""
+        assert len(_secrets()) == 1
+        job.kill(0)
+        _leave_all(job, 1)
+        assert len(_secrets()) == 1
+        _leave_all(job, 2)
+        assert not _secrets()
+
+
+def test_secret_of_killed_workers_goes_when_the_next_job_starts(path: str) -> None:
+    """Also if a child that one of them had forked is still there."""
+    with processes(3) as job:
+        for rank in range(2):
+            assert job.run(rank, _join, path, f"worker{rank}", rank) == ""
+        child = job.run(0, _fork)
+        try:
+            job.kill(0)
+            job.kill(1)
+            (left,) = _secrets()
+            assert job.run(2, _join, f"{path}.next", "worker0", 0) == ""
+            assert left not in _secrets()
+            _leave_all(job, 2)
+        finally:
+            os.kill(child, signal.SIGKILL)
+    assert not _secrets()

@@ -1,9 +1,9 @@
 """The leak check: the resources that a process holds, and which of them are new.
 
 ``before = snapshot()``, run something, then ``left_behind(before)`` names each thread, child process, file
-descriptor (sockets are these too), ``/dev/shm`` entry of this run, farprop file and farprop memory mapping that is still
-there and was not before. If nothing is new, that costs one more snapshot, less than a millisecond; new resources
-have ``GRACE`` seconds to go away.
+descriptor (sockets are these too), ``/dev/shm`` entry of this run, farprop file and farprop memory mapping that is
+still there and was not before. If nothing is new, that costs one more snapshot, less than a millisecond; new
+resources have ``GRACE`` seconds to go away.
 
 Linux only: all of it is read from ``/proc``.
 """

@@ -348,6 +348,7 @@ class Agent:
     def abandon(self) -> None:
         """In a forked child, close the descriptors and touch nothing else. The threads belong to the parent."""
         self._closed = True
+        self._endpoint.secret.abandon()
         self.peers.abandon()
         self._accepted.abandon()
         self._threads.abandon()
