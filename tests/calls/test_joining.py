@@ -6,12 +6,17 @@ import os
 import signal
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import farprop.rpc as rpc
-from farprop.errors import RendezvousError
+from farprop import autograd
+from farprop.errors import AuthenticationError, ConnectionLostError, ReferenceLostError, RendezvousError
+from farprop.runtime import agent
+from farprop.runtime.liveness import Verdict
 from tests.calls import functions as f
 from tests.support.workers import Cluster, processes
 
@@ -125,3 +130,150 @@ def test_secret_of_killed_workers_goes_when_the_next_job_starts(path: str) -> No
         finally:
             os.kill(child, signal.SIGKILL)
     assert not _secrets()
+
+
+# Workers that come back
+
+
+_kept: list[Any] = []
+
+
+def _pid_of(worker: str) -> int:
+    return int(rpc.rpc_sync(worker, os.getpid))
+
+
+def _keep_reference(worker: str) -> None:
+    _kept.append(rpc.remote(worker, f.own_name))
+    assert _kept[0].to_here() == worker
+
+
+def _use_reference() -> str:
+    try:
+        return str(_kept[0].to_here())
+    except ReferenceLostError as error:
+        return f"lost: {error}"
+    finally:
+        _kept.clear()
+
+
+def _members() -> list[tuple[int, str]]:
+    return sorted((info.id, info.name) for info in rpc.api.current_agent().get_worker_infos())
+
+
+def _train(worker: str) -> list[float]:
+    """The gradient of a product that another worker has made."""
+    weight = torch.ones(3, requires_grad=True)
+    with autograd.context() as context:
+        product = rpc.rpc_sync(worker, torch.mul, args=(weight, 2.0))
+        autograd.backward(context, [product.sum()])
+        return list(autograd.get_gradients(context)[weight].tolist())
+
+
+def test_killed_worker_comes_back(path: str) -> None:
+    """Under its name and rank, as a new incarnation: what belonged to the old one is lost."""
+    with processes(3) as job:
+        for rank in range(2):
+            assert job.run(rank, _join, path, f"worker{rank}", rank) == ""
+        job.run(0, _keep_reference, "worker1")
+        assert job.run(1, _train, "worker0") == [2.0] * 3
+        job.kill(1)
+        assert job.run(2, _join, path, "worker1", 1) == ""
+        assert job.run(0, _members) == [(0, "worker0"), (1, "worker1")]
+        assert job.run(0, _pid_of, "worker1") == job.pid(2)
+        assert job.run(2, _pid_of, "worker0") == job.pid(0)
+        assert job.run(0, _use_reference).startswith("lost: worker1, which owned")
+        job.run(0, _keep_reference, "worker1")
+        assert job.run(0, _use_reference) == "worker1"
+        assert job.run(0, _train, "worker1") == job.run(2, _train, "worker0") == [2.0] * 3
+        _leave_all(job, 2, 0)
+
+
+def test_name_and_rank_of_dead_workers_are_free_for_different_workers(path: str) -> None:
+    with processes(4) as job:
+        for rank in range(2):
+            assert job.run(rank, _join, path, f"worker{rank}", rank) == ""
+        assert job.run(0, _pid_of, "worker1") == job.pid(1)
+        job.kill(1)
+        assert job.run(2, _join, path, "worker1", 5) == ""
+        assert job.run(3, _join, path, "other", 1) == ""
+        assert job.run(0, _members) == [(0, "worker0"), (1, "other"), (5, "worker1")]
+        assert [job.run(0, _pid_of, name) for name in ("worker1", "other")] == [job.pid(2), job.pid(3)]
+        assert [job.run(process, _call, "worker0") for process in (2, 3)] == ["worker0"] * 2
+        _leave_all(job, 3, 2, 0)
+
+
+def test_of_two_joiners_with_the_name_of_a_dead_worker_one_is_refused(path: str) -> None:
+    with processes(4) as job:
+        for rank in range(2):
+            assert job.run(rank, _join, path, f"worker{rank}", rank) == ""
+        job.kill(1)
+        joins = {process: job.start(process, _join, path, "worker1", 1) for process in (2, 3)}
+        said = {process: join.result() for process, join in joins.items()}
+        assert sorted(text[:30] for text in said.values()) == ["", "Worker name 'worker1' is not u"]
+        (joined,) = (process for process, text in said.items() if not text)
+        assert job.run(0, _pid_of, "worker1") == job.pid(joined)
+        _leave_all(job, joined, 0)
+
+
+def test_stopped_worker_keeps_its_name_and_rank(path: str) -> None:
+    """It is slow, not dead."""
+    with processes(3) as job:
+        for rank in range(2):
+            assert job.run(rank, _join, path, f"worker{rank}", rank) == ""
+        job.signal(1, signal.SIGSTOP)
+        try:
+            for name, rank in (("worker1", 2), ("worker2", 1)):
+                assert "does not answer, but may be alive" in job.run(2, _join, path, name, rank, None, 5)
+        finally:
+            job.signal(1, signal.SIGCONT)
+        assert job.run(0, _pid_of, "worker1") == job.pid(1)
+        assert "by a process on" in job.run(2, _join, path, "worker1", 1)
+        _leave_all(job, 1, 0)
+
+
+def _join_whoever_lives(path: str, name: str, rank: int) -> str:
+    """Join as a worker does that could not reach the one with its name for a long time."""
+    before, agent.look_for = agent.look_for, lambda *_: Verdict.DEAD
+    try:
+        return _join(path, name, rank)
+    finally:
+        agent.look_for = before
+
+
+def _start_endless_call(worker: str) -> None:
+    _kept.append(rpc.rpc_async(worker, f.own_name, timeout=0))
+
+
+def _await_endless_call() -> str:
+    with pytest.raises(ConnectionLostError) as caught:
+        _kept.pop().wait()
+    return str(caught.value)
+
+
+def _call_in_vain(worker: str) -> str:
+    with pytest.raises((ConnectionLostError, AuthenticationError)) as caught:
+        rpc.rpc_sync(worker, f.own_name)
+    return str(caught.value)
+
+
+def test_worker_that_was_taken_for_dead_stays_out(path: str) -> None:
+    """Its host vanished for a while, and another process has its name and rank. Nobody waits for it any more."""
+    with processes(4) as job:
+        for rank in range(2):
+            assert job.run(rank, _join, path, f"worker{rank}", rank) == ""
+        assert job.run(0, _pid_of, "worker1") == job.pid(1)
+        assert job.run(1, _pid_of, "worker0") == job.pid(0)
+        job.signal(1, signal.SIGSTOP)
+        try:
+            job.run(0, _start_endless_call, "worker1")
+            assert job.run(2, _join_whoever_lives, path, "worker1", 1) == ""
+            assert "another process has taken its place" in job.run(0, _await_endless_call)
+        finally:
+            job.signal(1, signal.SIGCONT)
+        assert job.run(0, _pid_of, "worker1") == job.pid(2)
+        job.run(1, _call_in_vain, "worker0")
+        assert job.run(0, _pid_of, "worker1") == job.pid(2)
+        job.run(1, rpc.shutdown, graceful=False)
+        assert "is not unique" in job.run(3, _join, path, "worker1", 1)
+        assert job.run(0, _members) == [(0, "worker0"), (1, "worker1")]
+        _leave_all(job, 2, 0)

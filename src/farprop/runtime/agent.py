@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from farprop.config import Settings
-from farprop.errors import AuthenticationError
+from farprop.errors import AuthenticationError, FarpropError
 from farprop.ids import GlobalId, WorkerInfo
 from farprop.locks import make_lock
 from farprop.protocol.roster import Entry, Identity
@@ -27,7 +27,7 @@ from farprop.runtime.client_connection import ClientConnection
 from farprop.runtime.device_maps import DeviceMaps
 from farprop.runtime.endpoint import Endpoint
 from farprop.runtime.event_loop import EventLoop
-from farprop.runtime.liveness import FailureDetector
+from farprop.runtime.liveness import FailureDetector, Verdict, look_for
 from farprop.runtime.membership import Membership
 from farprop.runtime.peers import Peers
 from farprop.runtime.references.rpc_handlers import OwnerMethods, backward_from_value
@@ -107,6 +107,7 @@ class Agent:
         self.gradients = BackwardDriver(rank, self.services)
         self.context_cleanup = ContextCleanup(rank, self.services, self.gradients.contexts, self.gradients.aborter)
         self.references = RRefContext(rank, name, self.services, self._on_context_ended)
+        self.references.on_replaced = self._on_replaced
         self.peers = Peers(
             self._threads,
             self._info,
@@ -178,7 +179,8 @@ class Agent:
         Raises:
             RendezvousError: the workers can't form a group, or not all of them have joined in time.
         """
-        self.membership.join(self._endpoint.keys, self._own_entry, meeting_seconds(self.rpc_timeout))
+        seconds = meeting_seconds(self.rpc_timeout)
+        predecessors = self.membership.join(self._endpoint.keys, self._own_entry, seconds, self._look_for)
         if self.membership.is_static:
             self._endpoint.on_all_joined()
             neighbours = sum(entry.host == self._own_entry.host for entry in self.membership.entries.values())
@@ -191,6 +193,19 @@ class Agent:
             self.leave()
             raise
         self._server.know_device_maps()
+        if predecessors:
+            # Others may still wait for the dead: a connection of this worker tells them.
+            for name in self.membership.entries.keys() - {self._info.name}:
+                self._threads.submit(self._greet, name)
+
+    def _look_for(self, worker: Entry, deadline: float) -> Verdict:
+        return look_for(lambda entry, until: self._dialer.dial(entry, until).close(), worker, deadline)
+
+    def _greet(self, name: str) -> None:
+        try:
+            self.peers.connect(name)
+        except FarpropError as error:
+            _log.info("%s could not tell %s that it has joined: %s", self._info.label, name, error)
 
     # The workers of the job
 
@@ -220,9 +235,16 @@ class Agent:
         """Parse the identity of an authenticated peer; raises if it is not in this group or was declared dead."""
         peer = Identity.from_bytes(identity)
         self.membership.check(peer)
+        own = self._identity
+        if peer.instance != own.instance and (peer.name == own.name or peer.rank == own.rank):
+            raise AuthenticationError(f"{own.name}, rank {own.rank}, is alive, and has its name or its rank")
         if self.references.instances.is_dead(peer.rank, peer.instance):
             raise AuthenticationError(f"{peer.name} was declared dead")
         self.references.instances.meet(peer.rank, peer.instance)
+        before = self.membership.find(peer.name)
+        if before is not None and before.instance != peer.instance and before.rank != peer.rank:
+            # It has the name of a dead worker, but another rank.
+            self._threads.submit(self._declare_dead, before.rank, before.instance)
         return peer
 
     # Connections
@@ -265,11 +287,22 @@ class Agent:
 
     def _on_death(self, rank: int) -> None:
         """A worker is dead: accept nothing from it any more, and fail what depends on it."""
-        name = self.membership.name_of(rank)
-        _log.warning("%s: %s has died", self._info.label, name)
-        self.peers.lose(name, "it has died")
+        self._declare_dead(rank, self.peers.probed.get(rank))
+
+    def _declare_dead(self, rank: int, instance: str | None) -> None:
+        if instance is not None and self.references.instances.get(rank, instance) != instance:
+            return  # another process has its rank by now
+        _log.warning("%s: %s has died", self._info.label, self.membership.name_of(rank))
+        self.peers.lose(rank, "it has died")
         self._accepted.close_those_of(rank)
-        self.references.died(rank)
+        if self.references.died(rank, instance):
+            self.context_cleanup.on_death(rank)
+
+    def _on_replaced(self, rank: int, instance: str) -> None:
+        """Another process has the rank of a dead worker: accept nothing from the dead one any more."""
+        _log.warning("%s: another process has taken rank %d: the one before it is dead", self._info.label, rank)
+        self.peers.lose(rank, "it has died, and another process has taken its place", unless=instance)
+        self._accepted.close_those_of(rank, unless=instance)
         self.context_cleanup.on_death(rank)
 
     # Between references and backward passes
