@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ import torch.distributed as dist
 
 import farprop.rpc as rpc
 from farprop import autograd
-from farprop.errors import AuthenticationError, ConnectionLostError, ReferenceLostError, RendezvousError
+from farprop.errors import (
+    AuthenticationError,
+    ConnectionLostError,
+    ReferenceLostError,
+    RendezvousError,
+    RpcTimeoutError,
+)
 from farprop.runtime import agent
 from farprop.runtime.liveness import Verdict
 from tests.calls import functions as f
@@ -273,7 +280,62 @@ def test_worker_that_was_taken_for_dead_stays_out(path: str) -> None:
         assert job.run(0, _pid_of, "worker1") == job.pid(2)
         job.run(1, _call_in_vain, "worker0")
         assert job.run(0, _pid_of, "worker1") == job.pid(2)
-        job.run(1, rpc.shutdown, graceful=False)
+        job.run(1, rpc.shutdown)
         assert "is not unique" in job.run(3, _join, path, "worker1", 1)
         assert job.run(0, _members) == [(0, "worker0"), (1, "worker1")]
         _leave_all(job, 2, 0)
+
+
+# Who is there
+
+
+def _names() -> list[str]:
+    return [info.name for info in rpc.workers()]
+
+
+def _wait_for(wanted: int | list[str] | str, timeout: float) -> list[str]:
+    return [info.name for info in rpc.wait_for_workers(wanted, timeout)]
+
+
+def _wait_in_vain(wanted: int | list[str]) -> str:
+    with pytest.raises(RpcTimeoutError) as caught:
+        rpc.wait_for_workers(wanted, 0.01)
+    return str(caught.value)
+
+
+def test_waiting_for_workers(path: str) -> None:
+    with processes(3) as job:
+        assert job.run(0, _join, path, "worker0", 0) == ""
+        assert job.run(0, _names) == ["worker0"]
+        assert job.run(0, _wait_in_vain, 3).startswith("1 of 3 workers have joined within 0.01 s")
+        assert job.run(0, _wait_in_vain, ["b", "worker0", "a"]).startswith("a, b did not join within")
+        by_number = job.start(0, _wait_for, 3, 60)
+        by_name = job.start(0, _wait_for, ["worker2", "worker0"], 0)
+        assert job.run(1, _join, path, "worker1", 1) == ""
+        assert not by_number.done()
+        assert not by_name.done()
+        assert job.run(2, _join, path, "worker2", 2) == ""
+        assert by_number.result() == by_name.result() == ["worker0", "worker1", "worker2"]
+        assert job.run(0, _wait_for, "worker1", 1) == ["worker0", "worker1", "worker2"]
+        _leave_all(job, 1)
+        assert job.run(0, _names) == job.run(2, _names) == ["worker0", "worker2"]
+        _leave_all(job, 2, 0)
+
+
+def _names_without(name: str) -> list[str]:
+    """Look until this worker knows that another one is dead."""
+    deadline = time.monotonic() + 30
+    while name in (names := _names()):
+        assert time.monotonic() < deadline
+    return names
+
+
+def test_dead_worker_is_not_listed(path: str) -> None:
+    with processes(2) as job:
+        for rank in range(2):
+            assert job.run(rank, _join, path, f"worker{rank}", rank) == ""
+        job.run(0, _keep_reference, "worker1")
+        job.kill(1)
+        assert job.run(0, _names_without, "worker1") == ["worker0"]
+        assert job.run(0, _use_reference).startswith("lost: worker1, which owned")
+        _leave_all(job, 0)

@@ -231,6 +231,13 @@ class Agent:
     def get_worker_infos(self) -> list[WorkerInfo]:
         return self.membership.infos()
 
+    def living_workers(self) -> list[WorkerInfo]:
+        """The workers that are not known to be dead, by rank."""
+        self.membership.refresh()
+        is_dead = self.references.instances.is_dead
+        living = [entry for entry in self.membership.entries.values() if not is_dead(entry.rank, entry.instance)]
+        return [WorkerInfo(entry.name, entry.rank) for entry in sorted(living, key=lambda entry: entry.rank)]
+
     def _check_peer(self, identity: bytes) -> Identity:
         """Parse the identity of an authenticated peer; raises if it is not in this group or was declared dead."""
         peer = Identity.from_bytes(identity)

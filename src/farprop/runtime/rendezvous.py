@@ -215,7 +215,7 @@ class Places:
             name_taken = f"Worker name {own.name!r} is not unique: it is taken"
             self._claim(f"name/{own.name}", name_taken, look_for, deadline)
             self._claim(f"id/{own.rank}", f"Rank {own.rank} is taken already", look_for, deadline)
-            self._bury()
+            self._bury(look_for, deadline)
             present = self.members(strict=True)
             problem = check_roster([own, *present.values()])
             if problem is not None:
@@ -237,25 +237,33 @@ class Places:
                 holder = Entry.from_json(self._keys.read(key, value))
             except Unsigned as error:
                 raise RendezvousError(different_secrets(self._own, unsigned_text(value), key)) from error
-            verdict = look_for(holder, deadline)
-            if verdict is Verdict.ALIVE:
-                raise RendezvousError(f"{taken} {_whose(holder)}. Give each worker its own name and rank.")
-            if verdict is Verdict.UNKNOWN:
-                raise RendezvousError(
-                    f"{taken} {_whose(holder)}, which does not answer, but may be alive. Give each worker its own name "
-                    "and rank. If it is to be replaced, end it first; a larger rpc_timeout in the options waits longer."
-                )
+            self._require_dead(holder, taken, look_for, deadline)
             _log.info("%s takes the place of %s: it is dead", self._own.name, holder.name)
             value = self._store.replace(key, value.decode(), own)  # another joiner may be faster
             if value == own.encode():
                 self.predecessors.append(holder)
 
-    def _bury(self) -> None:
-        """Mark the places of those who had the name or the rank of this worker: they are dead."""
+    def _require_dead(self, holder: Entry, taken: str, look_for: LookFor, deadline: float) -> None:
+        verdict = look_for(holder, deadline)
+        if verdict is Verdict.ALIVE:
+            raise RendezvousError(f"{taken} {_whose(holder)}. Give each worker its own name and rank.")
+        if verdict is Verdict.UNKNOWN:
+            raise RendezvousError(
+                f"{taken} {_whose(holder)}, which does not answer, but may be alive. Give each worker its own name "
+                "and rank. If it is to be replaced, end it first; a larger rpc_timeout in the options waits longer."
+            )
+
+    def _bury(self, look_for: LookFor, deadline: float) -> None:
+        """Mark the places of dead workers that had the name or the rank of this one."""
         own = self._own
+        known_dead = {entry.instance for entry in self.predecessors}
         self.members()
         for place, entry in list(self._known.items()):
             if entry.name == own.name or entry.rank == own.rank:
+                if entry.instance not in known_dead:
+                    # Its claim is gone: somebody removed it, or a worker that shared only its name or rank left.
+                    taken = f"Worker name {entry.name!r} or rank {entry.rank} is not unique: it is taken"
+                    self._require_dead(entry, taken, look_for, deadline)
                 self._publish(place, _GONE.decode())
 
     def members(self, strict: bool = False) -> dict[str, Entry]:
