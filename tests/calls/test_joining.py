@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -176,9 +177,10 @@ def _train(worker: str) -> list[float]:
         return list(autograd.get_gradients(context)[weight].tolist())
 
 
-def test_killed_worker_comes_back(path: str) -> None:
+@pytest.mark.parametrize("way", ["auto", "tcp"])
+def test_killed_worker_comes_back(path: str, way: str) -> None:
     """Under its name and rank, as a new incarnation: what belonged to the old one is lost."""
-    with processes(3) as job:
+    with processes(3, {"FARPROP_TRANSPORT": way}) as job:
         for rank in range(2):
             assert job.run(rank, _join, path, f"worker{rank}", rank) == ""
         job.run(0, _keep_reference, "worker1")
@@ -222,12 +224,23 @@ def test_of_two_joiners_with_the_name_of_a_dead_worker_one_is_refused(path: str)
         _leave_all(job, joined, 0)
 
 
+def _stop(job: Cluster, process: int) -> None:
+    """Stop a process, and wait until all of its threads have stopped."""
+    job.signal(process, signal.SIGSTOP)
+    deadline = time.monotonic() + 30
+    while any(
+        stat.read_text().rpartition(")")[2].split()[0] != "T"
+        for stat in Path(f"/proc/{job.pid(process)}/task").glob("*/stat")
+    ):
+        assert time.monotonic() < deadline
+
+
 def test_stopped_worker_keeps_its_name_and_rank(path: str) -> None:
     """It is slow, not dead."""
     with processes(3) as job:
         for rank in range(2):
             assert job.run(rank, _join, path, f"worker{rank}", rank) == ""
-        job.signal(1, signal.SIGSTOP)
+        _stop(job, 1)
         try:
             for name, rank in (("worker1", 2), ("worker2", 1)):
                 assert "does not answer, but may be alive" in job.run(2, _join, path, name, rank, None, 5)
@@ -252,8 +265,13 @@ def _start_endless_call(worker: str) -> None:
 
 
 def _await_endless_call() -> str:
+    future = _kept.pop()
+    deadline = time.monotonic() + 30
+    while not future.done():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
     with pytest.raises(ConnectionLostError) as caught:
-        _kept.pop().wait()
+        future.wait()
     return str(caught.value)
 
 
@@ -263,14 +281,15 @@ def _call_in_vain(worker: str) -> str:
     return str(caught.value)
 
 
-def test_worker_that_was_taken_for_dead_stays_out(path: str) -> None:
+@pytest.mark.parametrize("way", ["auto", "tcp"])
+def test_worker_that_was_taken_for_dead_stays_out(path: str, way: str) -> None:
     """Its host vanished for a while, and another process has its name and rank. Nobody waits for it any more."""
-    with processes(4) as job:
+    with processes(4, {"FARPROP_TRANSPORT": way}) as job:
         for rank in range(2):
             assert job.run(rank, _join, path, f"worker{rank}", rank) == ""
         assert job.run(0, _pid_of, "worker1") == job.pid(1)
         assert job.run(1, _pid_of, "worker0") == job.pid(0)
-        job.signal(1, signal.SIGSTOP)
+        _stop(job, 1)
         try:
             job.run(0, _start_endless_call, "worker1")
             assert job.run(2, _join_whoever_lives, path, "worker1", 1) == ""
@@ -284,6 +303,48 @@ def test_worker_that_was_taken_for_dead_stays_out(path: str) -> None:
         assert "is not unique" in job.run(3, _join, path, "worker1", 1)
         assert job.run(0, _members) == [(0, "worker0"), (1, "worker1")]
         _leave_all(job, 2, 0)
+
+
+def test_worker_that_is_killed_again_and_again_comes_back(path: str) -> None:
+    """While others call it: each call ends in the name or in a typed error."""
+    with processes(7) as job:
+        assert job.run(0, _join, path, "worker0", 0) == ""
+        assert job.run(1, _join, path, "worker1", 1) == ""
+        caller = job.start(0, _call_until_told, "worker1")
+        for process in range(2, 7):
+            job.kill(process - 1)
+            assert job.run(process, _join, path, "worker1", 1) == ""
+            assert job.run(process, rpc.rpc_sync, "worker0", _call_back, ("worker1",)) == "worker1"
+        assert job.run(6, rpc.rpc_sync, "worker0", _end) is None
+        assert caller.result() == []
+        _leave_all(job, 6, 0)
+
+
+_ended = threading.Event()
+
+
+def _end() -> None:
+    _ended.set()
+
+
+def _call_back(worker: str) -> str:
+    """Called by the new worker: this one can call it at once."""
+    return str(rpc.rpc_sync(worker, f.own_name))
+
+
+def _call_until_told(worker: str) -> list[str]:
+    """Returns what should not have happened."""
+    strange = []
+    while not _ended.is_set():
+        try:
+            name = rpc.rpc_sync(worker, f.own_name, timeout=20)
+            if name != worker:
+                strange.append(name)
+        except ConnectionLostError:
+            pass
+        except Exception as error:
+            strange.append(repr(error))
+    return strange
 
 
 # Who is there

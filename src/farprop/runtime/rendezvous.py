@@ -215,13 +215,16 @@ class Places:
             name_taken = f"Worker name {own.name!r} is not unique: it is taken"
             self._claim(f"name/{own.name}", name_taken, look_for, deadline)
             self._claim(f"id/{own.rank}", f"Rank {own.rank} is taken already", look_for, deadline)
-            self._bury(look_for, deadline)
-            present = self.members(strict=True)
-            problem = check_roster([own, *present.values()])
+            self.members(strict=True)
+            dead = self._places_of_dead(look_for, deadline)
+            problem = check_roster([own, *(entry for place, entry in self._known.items() if place not in dead)])
             if problem is not None:
                 raise RendezvousError(problem)
             self._place = store.count("places", 1)
             self._publish(self._place, own.to_json())
+            # In this order: somebody with the name is listed at any time, and the later place counts.
+            for place in dead:
+                self._publish(place, _GONE.decode())
         except BaseException:
             # Others need the name and the rank, and have to go on without this worker.
             with suppress(RendezvousError):
@@ -253,18 +256,18 @@ class Places:
                 "and rank. If it is to be replaced, end it first; a larger rpc_timeout in the options waits longer."
             )
 
-    def _bury(self, look_for: LookFor, deadline: float) -> None:
-        """Mark the places of dead workers that had the name or the rank of this one."""
-        own = self._own
+    def _places_of_dead(self, look_for: LookFor, deadline: float) -> list[int]:
+        """The places of dead workers that had the name or the rank of this one; raises if one of them lives."""
+        own, found = self._own, list[int]()
         known_dead = {entry.instance for entry in self.predecessors}
-        self.members()
-        for place, entry in list(self._known.items()):
+        for place, entry in self._known.items():
             if entry.name == own.name or entry.rank == own.rank:
                 if entry.instance not in known_dead:
                     # Its claim is gone: somebody removed it, or a worker that shared only its name or rank left.
                     taken = f"Worker name {entry.name!r} or rank {entry.rank} is not unique: it is taken"
                     self._require_dead(entry, taken, look_for, deadline)
-                self._publish(place, _GONE.decode())
+                found.append(place)
+        return found
 
     def members(self, strict: bool = False) -> dict[str, Entry]:
         """The current members by name. Unsigned values are skipped with a warning; with ``strict`` they raise."""
