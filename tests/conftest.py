@@ -32,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     patch.setenv("TMPDIR", private)
     patch.delenv("XDG_RUNTIME_DIR", raising=False)
     patch.setattr(tempfile, "tempdir", private)
+    leaks.mark_semaphores()
 
     def undo() -> None:
         patch.undo()

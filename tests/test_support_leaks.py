@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import mmap
+import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import leaks
+from tests.support.workers import WorkersFailed, run_workers
 
 pytest_plugins = ["pytester"]
 
@@ -76,6 +79,13 @@ def leaked_shared_memory() -> Iterator[str]:
 
 
 @contextmanager
+def leaked_semaphore() -> Iterator[str]:
+    lock = multiprocessing.get_context("spawn").Lock()
+    yield f"shared memory /dev/shm/sem.{lock._semlock.name.lstrip('/')}"  # type: ignore[attr-defined]
+    del lock  # its finaliser removes it
+
+
+@contextmanager
 def leaked_mapping() -> Iterator[str]:
     fd = os.memfd_create("farprop")
     os.ftruncate(fd, mmap.PAGESIZE)
@@ -107,6 +117,7 @@ def leaked_file() -> Iterator[str]:
         leaked_process,
         leaked_zombie,
         leaked_shared_memory,
+        leaked_semaphore,
         leaked_mapping,
         leaked_file,
     ],
@@ -204,19 +215,43 @@ def test_shared_memory_of_unrelated_processes_does_not_count(monkeypatch):
     assert unnamed == set()
 
 
-def test_semaphores_of_unrelated_processes_do_not_count(monkeypatch):
-    code = (
-        "import multiprocessing as mp; s = mp.get_context('spawn').Lock(); print(s._semlock.name, flush=True); input()"
-    )
+def test_semaphores_of_other_programs_do_not_count():
+    """Of one that runs, and of one that was killed and left its semaphore behind."""
+    code = """if True:
+        import _multiprocessing, sys
+        held = _multiprocessing.SemLock(1, 1, 1, sys.argv[1], False)
+        print(flush=True)
+        input()
+    """
+    name = f"mp-test-{os.getpid()}"
     before = leaks.snapshot()
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        name = "sem." + process.stdout.readline().decode().strip().lstrip("/")
-        new = leaks.snapshot().since(before)
-        assert name in new.shared_memory
-        monkeypatch.setattr(leaks, "_descendants", lambda pid: {os.getpid()})
-        assert name not in leaks._without_strangers(new).shared_memory
-        process.communicate(b"\n")
+    try:
+        command = [sys.executable, "-c", code, f"/{name}"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            assert Path(f"/dev/shm/sem.{name}").exists()
+            assert not leaks.snapshot().since(before).shared_memory
+            process.kill()
+        assert Path(f"/dev/shm/sem.{name}").exists()
+        assert leaks.left_behind(before, SHORT) == []
+    finally:
+        Path(f"/dev/shm/sem.{name}").unlink(missing_ok=True)
+
+
+def _make_semaphore(_: int) -> None:
+    lock = multiprocessing.get_context("spawn").Lock()
+    resource_tracker.unregister(lock._semlock.name, "semaphore")  # type: ignore[attr-defined]
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_semaphore_of_a_killed_worker_counts():
+    before = leaks.snapshot()
+    with pytest.raises(WorkersFailed):
+        run_workers(_make_semaphore, 1)
+    (left,) = leaks.left_behind(before, SHORT)
+    assert left.startswith("shared memory /dev/shm/sem.")
+    Path(left.removeprefix("shared memory ")).unlink()
 
 
 def test_fixture_fails_a_test_that_leaks(pytester, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import secrets
 from collections.abc import Iterator
@@ -74,6 +75,11 @@ class GlobalId(NamedTuple):
 
     def __str__(self) -> str:
         return f"GloballyUniqueId(created_on={self.created_on}, local_id={self.local_id})"
+
+
+def distinct(bits: int) -> Iterator[int]:
+    """Numbers from a random one on: a process that takes the rank of a dead one makes other ids. Thread-safe."""
+    return itertools.count(secrets.randbits(bits - 1) + 1)
 
 
 def unguessable(bits: int) -> Iterator[int]:

@@ -143,6 +143,17 @@ def test_poisoned_store_does_not_harm_a_running_job() -> None:
             job.run(rank, _shut_down)
 
 
+def test_removed_claims_do_not_give_away_the_name_of_a_living_worker() -> None:
+    attacked = Store()
+    with processes(2, attacked.environment, check=False) as job:
+        assert job.run(0, _join_dynamic_group, 0) == ""
+        for claim in ("name/worker0", "id/0"):
+            attacked.set(claim, b"")
+        assert "is not unique" in job.run(1, _join_dynamic_group, 0)
+        assert {info.name for info in job.run(0, _infos)} == {"worker0"}
+        job.run(0, _shut_down)
+
+
 def test_workers_that_left_do_not_block_later_workers() -> None:
     """The last worker to leave removes the found secret. Its values in the store stay signed with it."""
     store = Store()

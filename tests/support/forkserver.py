@@ -153,6 +153,7 @@ def main() -> None:
     for name in sys.argv[2:]:
         importlib.import_module(name)
     leaks.warm_up()
+    leaks.mark_semaphores()
     # A thread that has been joined may still be listed for a moment.
     deadline = time.monotonic() + _THREADS_SECONDS
     while len(threads := os.listdir("/proc/self/task")) != 1 and time.monotonic() < deadline:

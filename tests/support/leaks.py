@@ -1,9 +1,9 @@
 """The leak check: the resources that a process holds, and which of them are new.
 
 ``before = snapshot()``, run something, then ``left_behind(before)`` names each thread, child process, file
-descriptor (sockets are these too), ``/dev/shm`` entry, farprop file and farprop memory mapping that is still
-there and was not before. If nothing is new, that costs one more snapshot, less than a millisecond; new resources
-have ``GRACE`` seconds to go away.
+descriptor (sockets are these too), ``/dev/shm`` entry of this run, farprop file and farprop memory mapping that is
+still there and was not before. If nothing is new, that costs one more snapshot, less than a millisecond; new
+resources have ``GRACE`` seconds to go away.
 
 Linux only: all of it is read from ``/proc``.
 """
@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass, fields
+from multiprocessing import process
 from typing import Any
 
 GRACE = 5.0
@@ -86,7 +87,7 @@ def snapshot() -> Snapshot:
         threads=frozenset(t for t in threading.enumerate() if _counts(t)),
         processes=_processes() - helper_pids,
         descriptors=frozenset(d for d in _descriptors() if d[0] not in helper_fds),
-        shared_memory=frozenset(os.listdir("/dev/shm")),
+        shared_memory=frozenset(name for name in os.listdir("/dev/shm") if _may_be_ours(name)),
         files=frozenset(_files()),
         mappings=frozenset(_mappings()),
     )
@@ -117,6 +118,25 @@ def warm_up() -> None:
     from torch.distributed import TCPStore
 
     TCPStore("127.0.0.1", 0, is_master=True)
+
+
+def mark_semaphores() -> None:
+    """Have multiprocessing name the semaphores of this process, and of its children, after this run of the tests."""
+    process.current_process()._config["semprefix"] = f"/{_run()}"  # type: ignore[attr-defined]
+
+
+def _run() -> str:
+    """A name of this run of the tests: its directory for temporary files, which all of its processes share."""
+    return os.path.basename(tempfile.gettempdir())
+
+
+def _may_be_ours(name: str) -> bool:
+    """Whether an entry of ``/dev/shm`` can be of this run. Nothing tells who made an entry but its name.
+
+    The semaphores of other programs come and go at any time, and those of a program that was killed stay. Programs
+    that a test starts by their command lines are not marked: their semaphores don't count either.
+    """
+    return not name.startswith("sem.") or name.startswith(f"sem.{_run()}-")
 
 
 def _drop_what_farprop_keeps() -> None:

@@ -27,6 +27,7 @@ class Network:
     label = "worker (rank 0)"
     rpc_timeout = 60.0
     dialect = PICKLES
+    is_static = True
 
     def __init__(self) -> None:
         self.broken: dict[int, int] = {}

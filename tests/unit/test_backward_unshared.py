@@ -24,6 +24,7 @@ class Network:
     label = "worker (rank 0)"
     rpc_timeout = 60.0
     dialect = PICKLES
+    is_static = True
 
     def __init__(self) -> None:
         self.other: BackwardDriver

@@ -11,11 +11,12 @@ import pytest
 
 from farprop.config import Settings
 from farprop.errors import AuthenticationError, ConnectionLostError, ProtocolError, RpcTimeoutError, UsageError
+from farprop.protocol.handshake import RefusedError
 from farprop.protocol.roster import Entry, Identity
 from farprop.protocol.signing import CALLS, Keys
 from farprop.runtime import liveness
 from farprop.runtime.dialer import Dialer, UnresponsiveError, WrongPeerError
-from farprop.runtime.liveness import PATIENCE, FailureDetector, is_certain
+from farprop.runtime.liveness import PATIENCE, FailureDetector, Verdict, is_certain, look_for
 
 EVE = 3
 UNREACHABLE = ConnectionLostError("no route")
@@ -216,3 +217,49 @@ def test_dialing_an_unresponsive_worker_raises_unresponsive_error(kind: str) -> 
         )
         with pytest.raises(UnresponsiveError, match="does not answer"):
             our_dialer.dial(entry, time.monotonic() + 0.1)
+
+
+# A worker joins, and another one has its name
+
+
+@pytest.mark.parametrize(
+    ("answers", "seconds", "verdict", "takes"),
+    [
+        ([LIVES], 60, Verdict.ALIVE, 0),
+        ([RefusedError("I am alive")], 60, Verdict.ALIVE, 0),
+        ([refused()], 60, Verdict.DEAD, 0),
+        ([WrongPeerError("another")], 60, Verdict.DEAD, 0),
+        ([UNREACHABLE], 60, Verdict.DEAD, PATIENCE),
+        ([UNREACHABLE], 5, Verdict.UNKNOWN, 5),
+        ([UnresponsiveError("stopped")], 60, Verdict.UNKNOWN, 60),
+        ([UnresponsiveError("stopped"), refused()], 60, Verdict.DEAD, 0),
+        ([UnresponsiveError("stopped"), UNREACHABLE], 60, Verdict.DEAD, PATIENCE),
+        ([UNREACHABLE, LIVES], 60, Verdict.ALIVE, 0),
+    ],
+)
+def test_joiner_looks_for_the_worker_with_its_name(
+    answers: list[Exception | None],
+    seconds: float,
+    verdict: Verdict,
+    takes: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Clock:
+        now = 100.0
+
+        @classmethod
+        def monotonic(cls) -> float:
+            return cls.now
+
+        @classmethod
+        def sleep(cls, seconds: float) -> None:
+            cls.now += seconds
+
+    def dial(worker: Any, until: float) -> None:
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if answer is not None:
+            raise answer
+
+    monkeypatch.setattr(liveness, "time", Clock)
+    assert look_for(dial, object(), 100.0 + seconds) is verdict  # type: ignore[arg-type]
+    assert takes <= Clock.now - 100 + 0.5 <= takes + 1

@@ -31,6 +31,7 @@ class StubTransport:
 
     label = "worker0 (rank 0)"
     dialect = PICKLES
+    is_static = True
 
     def __init__(self) -> None:
         self.jobs: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
@@ -240,6 +241,31 @@ def test_instance_that_replaces_a_dead_one_is_not_dead(worker: Worker) -> None:
     worker.context.instances.meet(ANN, "new")
     assert not worker.context.instances.is_dead(ANN, "new")
     assert worker.context.instances.get(ANN) == "new"
+
+
+def test_replaced_instance_does_not_replace_its_successor(worker: Worker) -> None:
+    """It was taken for dead, and comes back."""
+    instances, told = worker.context.instances, list[tuple[int, str]]()
+    worker.context.on_replaced = lambda *replaced: told.append(replaced)
+    instances.meet(ANN, "old")
+    instances.meet(ANN, "new")
+    assert instances.is_dead(ANN, "old")
+    with pytest.raises(ConnectionLostError, match="Another process has taken rank"):
+        instances.meet(ANN, "old")
+    assert (instances.get(ANN), told) == ("new", [(ANN, "new")])
+
+
+def test_late_news_of_a_death_does_not_concern_the_successor(worker: Worker) -> None:
+    """The failure detector dialled the old instance, and the new one was met meanwhile."""
+    instances = worker.context.instances
+    instances.meet(ANN, "old")
+    instances.meet(ANN, "new")
+    assert not worker.context.died(ANN, "old")
+    assert not instances.is_dead(ANN, "new")
+    # A worker that was never met is known by its entry. Another one may come.
+    assert worker.context.died(BOB, "old")
+    assert instances.is_dead(BOB, "old")
+    assert not instances.is_dead(BOB, "new")
 
 
 # Messages that were not sent, or may have been

@@ -44,6 +44,10 @@ class IdentityMismatchError(AuthenticationError):
     """The worker that answered belongs to the job, but is not the one that was dialled."""
 
 
+class RefusedError(AuthenticationError):
+    """The worker that was dialled belongs to the job, and refuses this one."""
+
+
 def _check_prefix(data: bytes) -> None:
     """Refuse a wrong magic or version at once, without waiting for more bytes."""
     magic = data[: len(_MAGIC)]
@@ -154,7 +158,7 @@ class DialerHandshake(_End):
         if decision == _WRONG_TARGET:
             raise IdentityMismatchError(f"its address belongs to {said.decode(errors='replace')} now")
         if decision != _ACCEPTED:
-            raise AuthenticationError(f"The worker we dialled refuses us: {said.decode(errors='replace')}")
+            raise RefusedError(f"The worker we dialled refuses us: {said.decode(errors='replace')}")
         if said != self._target:
             raise IdentityMismatchError(f"{said.decode(errors='replace')} answers in its place")
         self.peer_identity = said

@@ -80,6 +80,7 @@ from farprop.rpc.retries import Retry, idempotent
 from farprop.rpc.rref import RRef
 from farprop.rpc.saved_rrefs import _disable_jit_rref_pickle, _enable_jit_rref_pickle
 from farprop.rpc.server_process_global_profiler import _server_process_global_profile
+from farprop.rpc.workers import wait_for_workers, workers
 from farprop.runtime.agent import meeting_seconds
 from farprop.runtime.secret import check_settings
 
@@ -112,6 +113,8 @@ __all__ = [
     "rpc_async",
     "rpc_sync",
     "shutdown",
+    "wait_for_workers",
+    "workers",
 ]
 
 _is_tensorpipe_available = True  # farprop's backend has that name

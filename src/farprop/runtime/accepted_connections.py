@@ -112,10 +112,11 @@ class AcceptedConnections:
             self._on_lost(connection)
         self.on_closed(connection)
 
-    def close_those_of(self, rank: int) -> None:
-        """Close all connections of a worker."""
+    def close_those_of(self, rank: int, unless: str = "") -> None:
+        """Close all connections of a worker, ``unless`` they are those of this instance."""
         for connection in self.all():
-            if connection.rank == rank:
+            identity = self._identities.get(connection)
+            if connection.rank == rank and (not unless or identity is None or identity.instance != unless):
                 self.close_one(connection)
 
     @property

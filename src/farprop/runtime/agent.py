@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from farprop.config import Settings
-from farprop.errors import AuthenticationError
+from farprop.errors import AuthenticationError, FarpropError
 from farprop.ids import GlobalId, WorkerInfo
 from farprop.locks import make_lock
 from farprop.protocol.roster import Entry, Identity
@@ -27,7 +27,7 @@ from farprop.runtime.client_connection import ClientConnection
 from farprop.runtime.device_maps import DeviceMaps
 from farprop.runtime.endpoint import Endpoint
 from farprop.runtime.event_loop import EventLoop
-from farprop.runtime.liveness import FailureDetector
+from farprop.runtime.liveness import FailureDetector, Verdict, look_for
 from farprop.runtime.membership import Membership
 from farprop.runtime.peers import Peers
 from farprop.runtime.references.rpc_handlers import OwnerMethods, backward_from_value
@@ -114,6 +114,7 @@ class Agent:
         self.gradients = BackwardDriver(rank, self.services)
         self.context_cleanup = ContextCleanup(rank, self.services, self.gradients.contexts, self.gradients.aborter)
         self.references = RRefContext(rank, name, self.services, self._on_context_ended)
+        self.references.on_replaced = self._on_replaced
         self.peers = Peers(
             self._threads,
             self._info,
@@ -186,7 +187,8 @@ class Agent:
         Raises:
             RendezvousError: the workers can't form a group, or not all of them have joined in time.
         """
-        self.membership.join(self._endpoint.keys, self._own_entry, meeting_seconds(self.rpc_timeout))
+        seconds = meeting_seconds(self.rpc_timeout)
+        predecessors = self.membership.join(self._endpoint.keys, self._own_entry, seconds, self._look_for)
         if self.membership.is_static:
             self._endpoint.on_all_joined()
             neighbours = sum(entry.host == self._own_entry.host for entry in self.membership.entries.values())
@@ -199,6 +201,19 @@ class Agent:
             self.leave()
             raise
         self._server.know_device_maps()
+        if predecessors:
+            # Others may still wait for the dead: a connection of this worker tells them.
+            for name in self.membership.entries.keys() - {self._info.name}:
+                self._threads.submit(self._greet, name)
+
+    def _look_for(self, worker: Entry, deadline: float) -> Verdict:
+        return look_for(lambda entry, until: self._dialer.dial(entry, until).close(), worker, deadline)
+
+    def _greet(self, name: str) -> None:
+        try:
+            self.peers.connect(name)
+        except FarpropError as error:
+            _log.info("%s could not tell %s that it has joined: %s", self._info.label, name, error)
 
     # The workers of the job
 
@@ -224,13 +239,27 @@ class Agent:
     def get_worker_infos(self) -> list[WorkerInfo]:
         return self.membership.infos()
 
+    def living_workers(self) -> list[WorkerInfo]:
+        """The workers that are not known to be dead, by rank."""
+        self.membership.refresh()
+        is_dead = self.references.instances.is_dead
+        living = [entry for entry in self.membership.entries.values() if not is_dead(entry.rank, entry.instance)]
+        return [WorkerInfo(entry.name, entry.rank) for entry in sorted(living, key=lambda entry: entry.rank)]
+
     def _check_peer(self, identity: bytes) -> Identity:
         """Parse the identity of an authenticated peer; raises if it is not in this group or was declared dead."""
         peer = Identity.from_bytes(identity)
         self.membership.check(peer)
+        own = self._identity
+        if peer.instance != own.instance and (peer.name == own.name or peer.rank == own.rank):
+            raise AuthenticationError(f"{own.name}, rank {own.rank}, is alive, and has its name or its rank")
         if self.references.instances.is_dead(peer.rank, peer.instance):
             raise AuthenticationError(f"{peer.name} was declared dead")
         self.references.instances.meet(peer.rank, peer.instance)
+        before = self.membership.find(peer.name)
+        if before is not None and before.instance != peer.instance and before.rank != peer.rank:
+            # It has the name of a dead worker, but another rank.
+            self._threads.submit(self._declare_dead, before.rank, before.instance)
         return peer
 
     # Connections
@@ -282,11 +311,22 @@ class Agent:
 
     def _on_death(self, rank: int) -> None:
         """A worker is dead: accept nothing from it any more, and fail what depends on it."""
-        name = self.membership.name_of(rank)
-        _log.warning("%s: %s has died", self._info.label, name)
-        self.peers.lose(name, "it has died")
+        self._declare_dead(rank, self.peers.probed.get(rank))
+
+    def _declare_dead(self, rank: int, instance: str | None) -> None:
+        if instance is not None and self.references.instances.get(rank, instance) != instance:
+            return  # another process has its rank by now
+        _log.warning("%s: %s has died", self._info.label, self.membership.name_of(rank))
+        self.peers.lose(rank, "it has died")
         self._accepted.close_those_of(rank)
-        self.references.died(rank)
+        if self.references.died(rank, instance):
+            self.context_cleanup.on_death(rank)
+
+    def _on_replaced(self, rank: int, instance: str) -> None:
+        """Another process has the rank of a dead worker: accept nothing from the dead one any more."""
+        _log.warning("%s: another process has taken rank %d: the one before it is dead", self._info.label, rank)
+        self.peers.lose(rank, "it has died, and another process has taken its place", unless=instance)
+        self._accepted.close_those_of(rank, unless=instance)
         self.context_cleanup.on_death(rank)
 
     # Between references and backward passes
@@ -367,6 +407,7 @@ class Agent:
     def abandon(self) -> None:
         """In a forked child, close the descriptors and touch nothing else. The threads belong to the parent."""
         self._closed = True
+        self._endpoint.secret.abandon()
         self.peers.abandon()
         self._accepted.abandon()
         self._threads.abandon()
@@ -377,8 +418,6 @@ class Agent:
             if self._closed:
                 return
             self._closed = True
-        if self.membership.is_static and not self.membership.joined.is_set():
-            self._endpoint.secret.remove_file()  # no other worker will join
         self._endpoint.secret.let_go()
         self._failure_detector.close()
         self.references.close()

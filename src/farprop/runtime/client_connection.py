@@ -144,6 +144,7 @@ class ClientConnection:
     ) -> None:
         self.peer = peer
         self.rank = rank
+        self.instance = ""  # which process it is, set by who has dialled it
         self.lost = False
         self.sent = 0
         self._threads = threads

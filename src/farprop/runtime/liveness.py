@@ -7,7 +7,8 @@ What dialling a suspected worker shows:
 - It can't be reached: it is dialled again, and taken for dead after ``PATIENCE`` seconds. The network may come back.
 - It takes the connection and does not answer: it is stopped or slow, and not dead.
 
-A restarted worker keeps its rank, but is another instance. The instance before it is dead.
+A restarted worker may have the same name and rank, but is another instance. The instance before it is dead, and stays
+dead. ``look_for`` is the check that a joining worker makes before it takes the name or the rank of another one.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
 
 from farprop.errors import AuthenticationError, ConnectionLostError, ProtocolError, RpcTimeoutError, UsageError
 from farprop.locks import make_lock
+from farprop.protocol.handshake import RefusedError
+from farprop.protocol.roster import Entry
 from farprop.runtime.dialer import UnresponsiveError, WrongPeerError
 from farprop.runtime.references.guarded_machine import GuardedMachine
 
@@ -26,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 PATIENCE = 120.0
 _REDIAL_SECONDS = 0.5
+_LOOK_SECONDS = 2.0  # how long one dial of a joining worker may take
 
 
 class FailureDetector:
@@ -122,31 +127,83 @@ def is_certain(error: BaseException | None) -> bool:
     return False
 
 
+class Verdict(Enum):
+    """What a joining worker has found out about the one that has its name or rank."""
+
+    ALIVE = "it has answered"
+    DEAD = "its process is gone, or it could not be reached for ``PATIENCE`` seconds"
+    UNKNOWN = "it takes connections and does not answer, or there was too little time to find out"
+
+
+def look_for(dial: Callable[[Entry, float], None], worker: Entry, deadline: float) -> Verdict:
+    """Find out, on this thread, whether a worker is alive.
+
+    Args:
+        dial: ``dial(worker, deadline)`` makes a connection and closes it, or raises.
+        worker: the worker's entry.
+        deadline: when to give up, on the monotonic clock.
+    """
+    dead_at = time.monotonic() + PATIENCE
+    while True:
+        now = time.monotonic()
+        try:
+            dial(worker, min(now + _LOOK_SECONDS, deadline))
+            return Verdict.ALIVE
+        except RefusedError:
+            return Verdict.ALIVE  # it refuses a second worker with its name or rank
+        except UnresponsiveError:
+            dead_at = now + PATIENCE
+        except (ConnectionLostError, AuthenticationError, ProtocolError) as error:
+            if is_certain(error):
+                return Verdict.DEAD
+        now = time.monotonic()
+        if now >= dead_at:
+            return Verdict.DEAD
+        if now + _REDIAL_SECONDS >= deadline:
+            return Verdict.UNKNOWN
+        time.sleep(_REDIAL_SECONDS)
+
+
 class PeerInstances:
     """The last known instance of each rank, and whether it is dead.
 
     Args:
         guard: The state machine of references, which lists the dead ranks. Its lock guards this table, too.
-        on_replaced: Called with a rank when another process has taken it: the earlier process is dead.
+        on_replaced: Called with a rank and an instance when that instance has taken the rank of another one, which is
+            dead. It calls ``replace`` under the lock.
     """
 
-    def __init__(self, guard: GuardedMachine, on_replaced: Callable[[int], None]) -> None:
+    def __init__(self, guard: GuardedMachine, on_replaced: Callable[[int, str], None]) -> None:
         self._guard = guard
         self._machine = guard.machine
         self._on_replaced = on_replaced
         self._instances: dict[int, str] = {}
+        self._replaced: set[str] = set()
 
     def meet(self, rank: int, instance: str) -> None:
-        """A worker has proved who it is. If another instance had its rank, that one is dead."""
-        if self._guard.locked(self._instances.setdefault, rank, instance) == instance:
-            return
-        self._on_replaced(rank)
-        self._guard.run(self._replace, rank, instance)
+        """A worker has proved who it is. If another instance had its rank, that one is dead.
 
-    def _replace(self, rank: int, instance: str) -> None:
-        if self._instances.get(rank) != instance:
-            self._instances[rank] = instance
-            self._machine.replaced(rank)
+        Raises:
+            ConnectionLostError: it was replaced itself.
+        """
+        if self._guard.locked(self._instances.setdefault, rank, instance) != instance:
+            self._on_replaced(rank, instance)
+            if instance in self._replaced:
+                raise ConnectionLostError(f"Another process has taken rank {rank}: the one before it is dead.")
+
+    def replace(self, rank: int, instance: str) -> None:
+        """Another instance has the rank from now on. The caller holds the lock."""
+        self._replaced.add(self._instances[rank])
+        self._instances[rank] = instance
+        self._machine.replaced(rank)
+
+    def note(self, rank: int, instance: str) -> bool:
+        """Note which instance has a rank, if none is known. The caller holds the lock.
+
+        Returns:
+            Whether this instance has it.
+        """
+        return self._instances.setdefault(rank, instance) == instance
 
     # Each method does one lookup in a dictionary or a set: the interpreter's lock is enough.
 
@@ -156,4 +213,5 @@ class PeerInstances:
 
     def is_dead(self, rank: int, instance: str) -> bool:
         """Whether this instance is known to be dead. If its rank is dead and had no known instance, any instance is."""
-        return rank in self._machine.dead and self._instances.get(rank, instance) == instance
+        dead = self._machine.dead
+        return instance in self._replaced or (rank in dead and self._instances.get(rank, instance) == instance)

@@ -35,25 +35,32 @@ class Membership:
         self._places: rendezvous.Places | None = None
         self._users_store: Any = None
 
-    def join(self, keys: Keys, own_entry: Entry, seconds: float) -> None:
+    def join(self, keys: Keys, own_entry: Entry, seconds: float, look_for: rendezvous.LookFor) -> list[Entry]:
         """Join the group. In a static group this returns when all workers have joined.
 
         Args:
             keys: sign and verify the values in the store.
             own_entry: the entry of this worker.
             seconds: how long to wait for the others.
+            look_for: finds out whether a worker that has the name or the rank of this one is alive.
+
+        Returns:
+            The dead workers whose name or rank this one has taken, in a dynamic group.
 
         Raises:
             RendezvousError: the workers can't form a group, or not all of them have joined in time.
         """
+        predecessors: list[Entry] = []
         if self.is_static:
             self.entries = {entry.name: entry for entry in rendezvous.meet(self.store, keys, own_entry, seconds)}
         else:
             places = rendezvous.Places(self.store, keys, own_entry)
-            places.enter()
+            places.enter(look_for, seconds)
+            predecessors = places.predecessors
             self.entries = places.members()
             self._places = places
         self.joined.set()
+        return predecessors
 
     def leave(self) -> None:
         """Remove this worker from the store's list, in a dynamic group."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from farprop.config import Settings
-from farprop.errors import ConnectionLostError, UsageError, not_run
+from farprop.errors import AuthenticationError, ConnectionLostError, ProtocolError, UsageError, not_run
 from farprop.ids import WorkerInfo
 from farprop.locks import make_lock
 from farprop.protocol.roster import Identity
@@ -47,6 +47,7 @@ class Peers:
     ) -> None:
         self.connections: dict[str, ClientConnection] = {}  # by the worker's name
         self.by_rank: dict[int, ClientConnection] = {}  # the same connections, by rank
+        self.probed: dict[int, str] = {}  # by rank, the instance that was last probed
         self.accept_own: Callable[[Loopback, Message], None]
         self._threads = threads
         self._own = own
@@ -110,12 +111,15 @@ class Peers:
         if self._closed:
             raise UsageError("RPC has been shut down on this worker.")
         entry = self._membership.find(name)
-        if entry is not None and self._references.instances.get(entry.rank) not in (None, entry.instance):
-            self._membership.refresh()  # another process has taken its name, and this worker has met it already
+        instances = self._references.instances
+        if entry is not None and (
+            instances.get(entry.rank) not in (None, entry.instance) or instances.is_dead(entry.rank, entry.instance)
+        ):
+            self._membership.refresh()  # another process may have taken its name
             entry = self._membership.find(name)
         if entry is None:
             raise UsageError(f"{self._own.name} could not find destination {name!r}.")
-        if self._references.instances.is_dead(entry.rank, entry.instance):
+        if instances.is_dead(entry.rank, entry.instance):
             raise ConnectionLostError(f"{name} ({entry.host}, pid {entry.pid}) has died.")
         if entry.rank == self._own.id:
             return self._connect_to_self()
@@ -123,8 +127,22 @@ class Peers:
         client = ClientConnection(
             self._threads, self._own.label, name, entry.rank, self._on_lost, self._references.take_refs, self._settings
         )
-        stream = self._dialer.dial(entry, deadline)
-        self._references.instances.meet(entry.rank, entry.instance)
+        try:
+            stream = self._dialer.dial(entry, deadline)
+        except (ConnectionLostError, AuthenticationError, ProtocolError):
+            if self._membership.is_static:
+                raise
+            self._membership.refresh()
+            newer = self._membership.find(name)
+            if newer is None or newer.instance == entry.instance:
+                raise
+            return self._dial_now(name, deadline)  # another process has joined under its name
+        try:
+            instances.meet(entry.rank, entry.instance)
+        except ConnectionLostError:
+            stream.close()
+            raise
+        client.instance = entry.instance
         connection = self._new_connection(stream, entry.identity, client.want_output)
         try:
             connection.open_fd_channel()
@@ -193,9 +211,13 @@ class Peers:
             raise UsageError("RPC has been shut down on this worker.")
         if not self._membership.joined.is_set():
             raise UnresponsiveError("this worker is still joining the group, and does not know its address")
+        known = self._references.instances.get(rank)
+        if known is not None:
+            self.probed[rank] = known
         self._membership.refresh()
         entry = self._membership.find(rank)
-        known = self._references.instances.get(rank)
+        if known is None and entry is not None:
+            self.probed[rank] = entry.instance
         if entry is None or (known is not None and entry.instance != known):
             raise WrongPeerError(f"{self._membership.name_of(rank)} has left the group")
         self.connect(entry.name, timeout)
@@ -258,9 +280,10 @@ class Peers:
         for connection in list(self.connections.values()):
             connection.give_back()
 
-    def lose(self, name: str, reason: str) -> None:
-        connection = self.connections.get(name)
-        if connection is not None:
+    def lose(self, rank: int, reason: str, unless: str = "") -> None:
+        """Give up the connection to a worker, ``unless`` it is one to this instance."""
+        connection = self.by_rank.get(rank)
+        if connection is not None and (not unless or connection.instance != unless):
             connection.lose(reason)
 
     def close(self) -> None:

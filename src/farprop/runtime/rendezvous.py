@@ -20,6 +20,7 @@ import torch.distributed as dist
 from farprop.errors import RendezvousError
 from farprop.protocol.roster import Entry, check_roster, decision_from_json, decision_to_json, different_secrets
 from farprop.protocol.signing import Keys, Unsigned, unsigned_text
+from farprop.runtime.liveness import Verdict
 from farprop.runtime.rate_limited_log import RateLimitedLog
 
 _log = logging.getLogger(__name__)
@@ -29,6 +30,8 @@ _GONE = b"gone"
 _MAX_GAP = 4096  # empty places in a row; with more, the counter was not set by the workers of the job
 _JOB = re.compile("[0-9a-f]{32}")
 _MISSING = "missing"
+LookFor = Callable[[Entry, float], Verdict]
+"""``look_for(worker, deadline)`` finds out whether a worker is alive."""
 MIXED = "RPC group mixes statically and dynamically initialized members which is not supported."
 
 
@@ -43,16 +46,18 @@ class _Store:
             self._store.set(key, value)
 
     def set_first(self, key: str, value: str) -> bytes:
-        """Set a key unless it is set, and return its value."""
+        """Set a key unless it is set, and return its value. A key that holds nothing is not set."""
+        return self.replace(key, "", value)
+
+    def replace(self, key: str, old: str, new: str) -> bytes:
+        """Set a key if it holds the old value, and return its value."""
         with _naming(key):
-            found: Any = self._store.compare_set(key, "", value)
+            found: Any = self._store.compare_set(key, old, new)
         return found if isinstance(found, bytes) else str(found).encode()
 
     def get(self, key: str) -> bytes:
         """The value of a key that was set a moment ago. The store's own ``get`` waits for minutes if it is gone."""
-        with _naming(key):
-            found: Any = self._store.compare_set(key, _MISSING, _MISSING)
-        value = found if isinstance(found, bytes) else str(found).encode()
+        value = self.replace(key, _MISSING, _MISSING)
         if value == _MISSING.encode():
             raise RendezvousError(f"{key!r} was removed from the store. Who else can write to it?")
         return value
@@ -64,10 +69,6 @@ class _Store:
     def count(self, key: str, step: int = 0) -> int:
         with _naming(key):
             return int(self._store.add(key, step))
-
-    def remove(self, key: str) -> None:
-        with _naming(key):
-            self._store.delete_key(key)
 
 
 @contextmanager
@@ -183,7 +184,10 @@ def _read_decision(store: _Store, keys: Keys, own: Entry) -> list[Entry]:
 
 
 class Places:
-    """The list of a dynamic group's workers. A place whose worker has left is never used again."""
+    """The list of a dynamic group's workers. A place whose worker has left is never used again.
+
+    ``predecessors`` are the dead workers whose name or rank this one has taken.
+    """
 
     def __init__(self, store: dist.Store, keys: Keys, own: Entry) -> None:
         self._store = _Store(store)
@@ -193,25 +197,77 @@ class Places:
         self._known: dict[int, Entry] = {}
         self._gone: set[int] = set()
         self._place = 0
+        self._claims: dict[str, str] = {}  # the name and the rank: what this worker has written there, or has tried to
+        self.predecessors: list[Entry] = []
 
-    def enter(self) -> None:
-        """Join the group."""
+    def enter(self, look_for: LookFor, seconds: float) -> None:
+        """Join the group.
+
+        Args:
+            look_for: finds out whether a worker that has the name or the rank of this one is alive.
+            seconds: how long that may take.
+        """
+        deadline = time.monotonic() + seconds
         store, own = self._store, self._own
         if store.set_first("kind", "dynamic") != b"dynamic":
             raise RendezvousError(f"{MIXED} This group was started with a world_size; pass the same here.")
-        _claim(store, self._keys, f"name/{own.name}", own, f"Worker name {own.name!r} is not unique: it is taken")
-        _claim(store, self._keys, f"id/{own.rank}", own, f"Rank {own.rank} is taken already")
         try:
-            present = self.members(strict=True)
-            problem = check_roster([own, *present.values()])
+            name_taken = f"Worker name {own.name!r} is not unique: it is taken"
+            self._claim(f"name/{own.name}", name_taken, look_for, deadline)
+            self._claim(f"id/{own.rank}", f"Rank {own.rank} is taken already", look_for, deadline)
+            self.members(strict=True)
+            dead = self._places_of_dead(look_for, deadline)
+            problem = check_roster([own, *(entry for place, entry in self._known.items() if place not in dead)])
             if problem is not None:
                 raise RendezvousError(problem)
-        except RendezvousError:
+            self._place = store.count("places", 1)
+            self._publish(self._place, own.to_json())
+            # In this order: somebody with the name is listed at any time, and the later place counts.
+            for place in dead:
+                self._publish(place, _GONE.decode())
+        except BaseException:
+            # Others need the name and the rank, and have to go on without this worker.
             with suppress(RendezvousError):
-                self._release()
+                self.leave()
             raise
-        self._place = store.count("places", 1)
-        self._publish(own.to_json())
+
+    def _claim(self, key: str, taken: str, look_for: LookFor, deadline: float) -> None:
+        """Take a name or a rank that is free, or whose worker is dead; raises ``RendezvousError`` if it lives."""
+        own = self._claims[key] = self._keys.sign(key, self._own.to_json())
+        value = self._store.set_first(key, own)
+        while value != own.encode():
+            try:
+                holder = Entry.from_json(self._keys.read(key, value))
+            except Unsigned as error:
+                raise RendezvousError(different_secrets(self._own, unsigned_text(value), key)) from error
+            self._require_dead(holder, taken, look_for, deadline)
+            _log.info("%s takes the place of %s: it is dead", self._own.name, holder.name)
+            value = self._store.replace(key, value.decode(), own)  # another joiner may be faster
+            if value == own.encode():
+                self.predecessors.append(holder)
+
+    def _require_dead(self, holder: Entry, taken: str, look_for: LookFor, deadline: float) -> None:
+        verdict = look_for(holder, deadline)
+        if verdict is Verdict.ALIVE:
+            raise RendezvousError(f"{taken} {_whose(holder)}. Give each worker its own name and rank.")
+        if verdict is Verdict.UNKNOWN:
+            raise RendezvousError(
+                f"{taken} {_whose(holder)}, which does not answer, but may be alive. Give each worker its own name "
+                "and rank. If it is to be replaced, end it first; a larger rpc_timeout in the options waits longer."
+            )
+
+    def _places_of_dead(self, look_for: LookFor, deadline: float) -> list[int]:
+        """The places of dead workers that had the name or the rank of this one; raises if one of them lives."""
+        own, found = self._own, list[int]()
+        known_dead = {entry.instance for entry in self.predecessors}
+        for place, entry in self._known.items():
+            if entry.name == own.name or entry.rank == own.rank:
+                if entry.instance not in known_dead:
+                    # Its claim is gone: somebody removed it, or a worker that shared only its name or rank left.
+                    taken = f"Worker name {entry.name!r} or rank {entry.rank} is not unique: it is taken"
+                    self._require_dead(entry, taken, look_for, deadline)
+                found.append(place)
+        return found
 
     def members(self, strict: bool = False) -> dict[str, Entry]:
         """The current members by name. Unsigned values are skipped with a warning; with ``strict`` they raise."""
@@ -257,30 +313,30 @@ class Places:
         return True
 
     def leave(self) -> None:
-        self._publish(_GONE.decode())
-        self._release()
+        """Leave the group, or take back what was written before joining it failed."""
+        if self._place:
+            self._publish(self._place, _GONE.decode())
+        for key, claim in self._claims.items():
+            self._store.replace(key, claim, "")
 
-    def _publish(self, text: str) -> None:
-        name = f"place/{self._place}"
+    def _publish(self, place: int, text: str) -> None:
+        name = f"place/{place}"
         self._store.set(name, self._keys.sign(name, text))
-
-    def _release(self) -> None:
-        for key in (f"name/{self._own.name}", f"id/{self._own.rank}"):
-            self._store.remove(key)
 
 
 def _claim(store: _Store, keys: Keys, key: str, own: Entry, taken: str) -> None:
-    claim = f"{own.instance} by a process on {own.host} (pid {own.pid})"
-    value = store.set_first(key, keys.sign(key, claim))
+    value = store.set_first(key, keys.sign(key, own.to_json()))
     try:
-        holder = keys.read(key, value)
-    except Unsigned:
-        # Most likely another worker with another secret. Reading its entry raises a better error.
-        holder = unsigned_text(value)
-    instance, _, who = holder.decode(errors="replace").partition(" ")
-    if instance != own.instance:
-        shown = "".join(character for character in who[:200] if character.isprintable())
-        raise RendezvousError(f"{taken} {shown}. Give each worker its own name and rank.")
+        holder = Entry.from_json(unsigned_text(value))  # not trusted: it only helps to explain
+    except RendezvousError:
+        raise RendezvousError(f"{taken}. Give each worker its own name and rank.") from None
+    if holder.instance != own.instance:
+        raise RendezvousError(f"{taken} {_whose(holder)}. Give each worker its own name and rank.")
+
+
+def _whose(holder: Entry) -> str:
+    host = "".join(character for character in holder.host[:200] if character.isprintable())
+    return f"by a process on {host} (pid {holder.pid})"
 
 
 def _missing(store: _Store, world_size: int, timeout: float, call: str, more_time: str) -> str:

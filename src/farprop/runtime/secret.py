@@ -59,6 +59,11 @@ class Secret:
         if self.found is not None:
             self.found.close()
 
+    def abandon(self) -> None:
+        """In a forked child, let the parent alone use the file."""
+        if self.found is not None:
+            self.found.abandon()
+
 
 def check_settings(settings: Settings) -> None:
     """Raise ``UsageError`` for bad settings, before anything is started."""
@@ -146,7 +151,8 @@ class FoundSecret:
     It is 32 random bytes in a file named after the job, in a directory that only its user can enter. The first worker
     makes the file, the others read it, and it is removed when all have joined or the last one leaves. Each user of the
     file holds a lock on it until ``close`` or ``remove``. The system releases the lock when the process ends, however
-    it ends: a file that nobody has locked is left over, and the next job to start removes it.
+    it ends: a file that nobody has locked is left over, and the next job to start removes it. Children that a worker
+    forks have its lock, too, and must ``abandon`` it.
 
     Somebody else may have taken the directory's name where all can write. Then the first worker makes a directory with
     a random name and publishes the name in the store. The others use it only if it belongs to their user alone, so a
@@ -176,6 +182,12 @@ class FoundSecret:
         except OSError:
             pass  # other workers use it, or it was removed
         finally:
+            os.close(descriptor)
+
+    def abandon(self) -> None:
+        """In a forked child, close the descriptor. The parent keeps the lock, and the child does not keep it longer."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
             os.close(descriptor)
 
     def _unlink(self) -> None:

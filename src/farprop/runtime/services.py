@@ -29,6 +29,7 @@ class WorkerServices:
     ) -> None:
         self.label = membership.own.label
         self.dialect = dialect
+        self.is_static = membership.is_static
         self.rpc_timeout = rpc_timeout
         self.suspect = suspect
         self.submit = threads.submit

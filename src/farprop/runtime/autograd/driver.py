@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 
 from farprop.errors import BackwardError, FarpropError, RpcTimeoutError, UsageError
-from farprop.ids import unguessable
+from farprop.ids import distinct, unguessable
 from farprop.protocol.backward import (
     ALL,
     NONE,
@@ -110,7 +110,10 @@ class BackwardDriver:
     def __init__(self, own_rank: int, peers: PeerCaller) -> None:
         self.own_rank = own_rank
         # In a restricted job the ids of contexts are secret: a worker takes part only in contexts that it was told of.
-        self.contexts = ContextContainer(own_rank, unguessable(COUNTER_BITS) if peers.dialect.restricted else None)
+        numbers = unguessable(COUNTER_BITS) if peers.dialect.restricted else None
+        if numbers is None and not peers.is_static:
+            numbers = distinct(COUNTER_BITS)
+        self.contexts = ContextContainer(own_rank, numbers)
         self.aborter = PassAborter(own_rank, peers, self.contexts, self._fail_waiter)
         self._peers = peers
         self._waiters: dict[PassId, PassWaiter] = {}  # by pass, for passes that were started here

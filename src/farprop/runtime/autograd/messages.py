@@ -24,6 +24,8 @@ class PeerCaller(Protocol):
     """The worker's name in log lines."""
     rpc_timeout: float | None
     dialect: Dialect
+    is_static: bool
+    """Whether the workers of the job stay the same."""
 
     def name_of_rank(self, rank: int) -> str: ...
 

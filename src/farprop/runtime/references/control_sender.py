@@ -33,6 +33,8 @@ class ControlTransport(Protocol):
     label: str
     """How log lines name this worker."""
     dialect: Dialect
+    is_static: bool
+    """Whether the workers of the job stay the same."""
 
     def name_of_rank(self, rank: int) -> str: ...
 

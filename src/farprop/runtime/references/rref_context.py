@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from farprop.errors import ConnectionLostError, ReferenceLostError
-from farprop.ids import GlobalId, unguessable
+from farprop.ids import GlobalId, distinct, unguessable
 from farprop.protocol.references.control_plane import Batch, OperationKind
 from farprop.protocol.references.records import Fork, InstructionKind, OwnedValue, User, UserReference
 from farprop.protocol.references.state_machine import RRefStateMachine
@@ -30,7 +30,8 @@ class RRefContext:
     """The references of one worker.
 
     ``users`` has its references to values of others, ``values`` the values that it owns, and ``instances`` knows which
-    process has each rank. ``submit`` runs something on a thread of the pool.
+    process has each rank. ``submit`` runs something on a thread of the pool. ``on_replaced`` is called with a rank and
+    the instance that has taken it, when the references to the one before it are void.
 
     Args:
         own_rank: This worker.
@@ -48,6 +49,8 @@ class RRefContext:
         self._on_context_ended = on_context_ended
         # In a restricted job only those who were given a reference to a value can name it.
         numbers = unguessable(_ID_BITS) if transport.dialect.restricted else None
+        if numbers is None and not transport.is_static:
+            numbers = distinct(_ID_BITS)
         self._machine = machine = RRefStateMachine(own_rank, numbers)
         self._guard = guard = GuardedMachine(machine, transport.call_at_lockfree)
         self._do = guard.run
@@ -57,7 +60,8 @@ class RRefContext:
         self._sender = ControlSender(
             transport, partial(guard.locked, machine.outgoing), partial(guard.run, machine.replied)
         )
-        self.instances = PeerInstances(guard, self.died)
+        self.instances = PeerInstances(guard, self._replaced)
+        self.on_replaced: Callable[[int, str], None] = lambda rank, instance: None
         guard.handlers.update(
             {
                 InstructionKind.SEND: self._sender.send,
@@ -204,15 +208,48 @@ class RRefContext:
         """Whether the death of a worker would change anything here."""
         return self._guard.locked(self._machine.concerns, rank)
 
-    def died(self, rank: int) -> None:
-        """A worker is dead: void references to its values, and give back its own."""
-        self._sender.forget(rank)
-        for slot in self._do(self._die, rank):
-            slot.fail(ReferenceLostError(f"{self._transport.name_of_rank(rank)} died before it made the value."))
+    def died(self, rank: int, instance: str | None = None) -> bool:
+        """A worker is dead: void references to its values, and give back its own.
 
-    def _die(self, rank: int) -> list[ValueSlot]:
+        Args:
+            rank: Its rank.
+            instance: The instance that is dead; None if it is not known.
+
+        Returns:
+            Whether it is; False if another instance has its rank by now.
+        """
+        lost = self._do(self._die, rank, instance)
+        if lost is None:
+            return False
+        self._sender.forget(rank)
+        self._fail(lost, rank)
+        return True
+
+    def _die(self, rank: int, instance: str | None) -> list[ValueSlot] | None:
+        if instance is not None and not self.instances.note(rank, instance):
+            return None
         self._machine.died(rank)
         return self.values.take_early_slots_of(rank)
+
+    def _replaced(self, rank: int, instance: str) -> None:
+        """Another instance has a rank: the one before it is dead."""
+        lost = self._do(self._replace, rank, instance)
+        if lost is not None:
+            self._sender.forget(rank)
+            self._fail(lost, rank)
+            self.on_replaced(rank, instance)
+
+    def _replace(self, rank: int, instance: str) -> list[ValueSlot] | None:
+        if self.instances.get(rank) == instance or self.instances.is_dead(rank, instance):
+            return None  # another thread has met it, too, or it has been replaced itself
+        self.users.owner_replaced(rank)
+        lost = self._die(rank, None)
+        self.instances.replace(rank, instance)
+        return lost
+
+    def _fail(self, slots: list[ValueSlot], rank: int) -> None:
+        for slot in slots:
+            slot.fail(ReferenceLostError(f"{self._transport.name_of_rank(rank)} died before it made the value."))
 
     # Inspection
 

@@ -136,13 +136,23 @@ class UserReferences:
         if record.state not in (User.DOUBTFUL, User.VOID):
             raise UsageError(f"{describe(record)} has been deleted. Cannot call {use} after deletion.")
         if record.owner in self._machine.dead:
-            raise ReferenceLostError(f"{owner}, which owned {describe(record)}, has died: the value is lost.")
+            raise self._lost_with_owner(record)
         if record.info.error is not None:
             raise renewed(record.info.error)
         raise ReferenceLostError(
             f"{describe(record)} is of no use: {owner} does not have the value any more, because a worker that held "
             "it for this one died, or the message that brought it was given up as lost."
         )
+
+    def _lost_with_owner(self, record: UserReference) -> ReferenceLostError:
+        owner = self._transport.name_of_rank(record.owner)
+        return ReferenceLostError(f"{owner}, which owned {describe(record)}, has died: the value is lost.")
+
+    def owner_replaced(self, rank: int) -> None:
+        """Note why the references to the values of a dead worker are of no use. The caller holds the lock."""
+        for record in self._machine.users.values():
+            if record.owner == rank and (info := getattr(record, "info", None)) is not None:
+                info.error = info.error or self._lost_with_owner(record)
 
     # Drops
 

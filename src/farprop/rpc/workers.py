@@ -1,0 +1,75 @@
+"""Who is in the job: ``workers`` and ``wait_for_workers``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from farprop.errors import RpcTimeoutError
+from farprop.ids import WorkerInfo
+from farprop.rpc.constants import UNSET_RPC_TIMEOUT
+from farprop.rpc.options import checked_timeout
+from farprop.runtime.agent_registry import current_agent
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
+
+
+def workers() -> list[WorkerInfo]:
+    """List the workers of the job. In a group without ``world_size`` this asks the store.
+
+    A worker that was killed is listed until this worker knows that it is dead, or another process takes its name or
+    its rank.
+
+    Returns:
+        The names and ranks of all workers, by rank. This worker is one of them.
+
+    Raises:
+        UsageError: This process is not a worker.
+
+    Example:
+        ``[info.name for info in rpc.workers()]``
+    """
+    return current_agent().living_workers()
+
+
+def wait_for_workers(wanted: int | Iterable[str], timeout: float = UNSET_RPC_TIMEOUT) -> list[WorkerInfo]:
+    """Wait until workers have joined a group without ``world_size``.
+
+    Args:
+        wanted: How many workers there have to be, with this one; or the names of those that have to be there.
+        timeout: The seconds to wait; 0 disables the timeout. By default the process's default.
+
+    Returns:
+        All workers of the job, as :func:`workers` lists them.
+
+    Raises:
+        RpcTimeoutError: They did not join in time. The text says who is missing.
+        UsageError: This process is not a worker.
+
+    Example:
+        ``rpc.wait_for_workers(["trainer", "server"], timeout=30)``
+    """
+    agent = current_agent()
+    if not isinstance(wanted, int):
+        wanted = {wanted} if isinstance(wanted, str) else set(wanted)
+    seconds = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else checked_timeout(timeout)
+    deadline = None if seconds is None else time.monotonic() + seconds
+    pause = _FIRST_PAUSE
+    with agent.blocked():
+        while True:
+            present = agent.living_workers()
+            missing = _missing(present, wanted)
+            if not missing:
+                return present
+            if deadline is not None and time.monotonic() >= deadline:
+                raise RpcTimeoutError(f"{missing} within {seconds:g} s. Pass a larger timeout, or 0 to disable it.")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _missing(present: list[WorkerInfo], wanted: int | set[str]) -> str:
+    """Who is missing, for the error; empty if nobody is."""
+    if isinstance(wanted, int):
+        return "" if len(present) >= wanted else f"{len(present)} of {wanted} workers have joined"
+    absent = wanted - {info.name for info in present}
+    return f"{', '.join(sorted(absent))} did not join" if absent else ""
