@@ -130,6 +130,8 @@ _AUTOGRAD_STAND_INS: dict[Any, Callable[..., Any]] = {
     autograd.backward: dist_backward,
 }
 
+_NOT_COMPILED = "retry"  # a parameter of calls that TorchScript has no type for
+
 stand_ins: dict[str, Callable[..., Any]] = {}
 _numbers = itertools.count()
 
@@ -189,14 +191,13 @@ class _Rewriter(ast.NodeTransformer):
 
 def _arguments(call: ast.Call, function: Callable[..., Any]) -> dict[str, ast.expr]:
     """The arguments of a call by parameter name. Those that are not given are None."""
-    parameters = inspect.signature(function).parameters.values()
-    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
+    names = [name for name in inspect.signature(function).parameters if name != _NOT_COMPILED]
     try:
         if any(isinstance(value, ast.Starred) for value in call.args) or any(k.arg is None for k in call.keywords):
             raise TypeError("it has arguments with * or **")
         given = inspect.signature(function).bind(*call.args, **{str(k.arg): k.value for k in call.keywords}).arguments
-        for name in given.keys() - names:
-            raise TypeError(f"compiled code can't pass {name!r}")
+        if _NOT_COMPILED in given:
+            raise TypeError(f"compiled code can't pass {_NOT_COMPILED!r}")
     except TypeError as error:
         raise UsageError(f"{ast.unparse(call)} can't be compiled: {error}.") from None
     return {name: given.get(name, ast.Constant(None)) for name in names}
