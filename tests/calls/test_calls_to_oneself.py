@@ -142,7 +142,7 @@ def _call_after_shutdown() -> None:
     agent = current_agent()
     own = rpc.get_worker_info().name
     future = rpc.rpc_async(own, f.wait_for_gate)
-    agent.peers.lose(own, "a test says so")
+    agent.peers.lose(rpc.get_worker_info().id, "a test says so")
     with pytest.raises(ConnectionError):
         future.wait()
     f.open_gate()

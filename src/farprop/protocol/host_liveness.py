@@ -11,7 +11,7 @@ from enum import Enum
 from typing import NamedTuple
 
 PROBE_SECONDS = 0.2  # how often to probe
-_IDLE_MS = 400
+HEARTBEAT_SECONDS = 0.4  # a heartbeat is sent this long after the last acknowledgement, or later
 _SILENT_MS = 1500
 _MIN_RETRANSMITS = 2
 # Linux answers only one of two window probes within half a second, and the last probe may have been sent just now.
@@ -54,6 +54,6 @@ def _judge(facts: TcpFacts) -> HostState:
     unanswered = facts.retransmits >= _MIN_RETRANSMITS or facts.window_probes >= _MIN_WINDOW_PROBES
     if facts.silent_ms >= _SILENT_MS and unanswered:
         return HostState.VANISHED
-    if facts.silent_ms >= _IDLE_MS and not facts.in_flight and not facts.window_probes:
+    if facts.silent_ms >= 1000 * HEARTBEAT_SECONDS and not facts.in_flight and not facts.window_probes:
         return HostState.IDLE
     return HostState.ANSWERS

@@ -30,6 +30,7 @@ from farprop.errors import (
 )
 from farprop.ids import WorkerInfo
 from farprop.locks import make_lock
+from farprop.protocol.host_liveness import HEARTBEAT_SECONDS
 from farprop.protocol.references.records import OwnedValue
 from farprop.runtime import profiling
 from farprop.runtime.accepted_connections import AcceptedConnections
@@ -166,13 +167,15 @@ class Server:
             return
         self._loop.may_spin = True  # the next request may come soon
         # From when the seconds of a request count. On a shared clock they are its deadline.
-        counted_from = 0.0 if connection.shares_clock else _arrival(connection)
+        counted_from = 0.0 if connection.shares_clock else _arrival(connection, messages)
         for message in messages:
             if message.kind == REQUEST:
                 self._accept_request(connection, message, counted_from)
             elif message.kind != NOTICE:
                 self._break(connection, f"message kind {message.kind}")
                 return
+            elif counted_from and message.is_heartbeat:
+                counted_from = min(counted_from + HEARTBEAT_SECONDS, connection.last_input)
 
     def _break(self, connection: Connection, why: object) -> None:
         _log.error("%s: closed the connection from %s: %s", self._label, connection.peer, why)
@@ -543,13 +546,17 @@ class Server:
         self.async_results.close()
 
 
-def _arrival(connection: Connection) -> float:
-    """When the bytes that were just read have arrived. They may have waited for long, if this worker was stopped."""
+def _arrival(connection: Connection, messages: Sequence[Message]) -> float:
+    """When the first of these messages arrived, which were just read. If this worker was stopped, that is long ago: the
+    kernel knows when the last bytes came, and heartbeats among them have some time between each other.
+    """
     arrived = _now()
-    if arrived - connection.last_input > _PAUSE:
-        arrived -= connection.input_age()
+    if arrived - connection.last_input <= _PAUSE:
+        connection.last_input = arrived
+        return arrived
+    arrived -= connection.input_age()
     connection.last_input = arrived  # if that is long ago, bytes that follow may be as old
-    return arrived
+    return arrived - HEARTBEAT_SECONDS * sum(message.is_heartbeat for message in messages)
 
 
 def _too_late() -> RpcTimeoutError:

@@ -178,6 +178,11 @@ class Message:
         self.received_refs: ReceivedRefs | None = None
         self.sent = False  # True once some of its bytes may have been sent
 
+    @property
+    def is_heartbeat(self) -> bool:
+        """Whether it is a notice of nothing: the other host was asked whether it still answers."""
+        return self.kind == NOTICE and not self.flags and not self.returned_segments
+
     def pack(self, table: Sequence[tuple[int, int]] = (), returned: Sequence[int] = ()) -> bytes:
         """Write the message, except for its inline buffers.
 
