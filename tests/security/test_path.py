@@ -335,7 +335,7 @@ def test_group_refuses_a_wrong_rank_with_the_right_key(tcp: dict[str, str]) -> N
     with processes(2, {**store.environment, **tcp}, check=False) as job:
         first = job.start(0, join_group_or_say, 0)
         said = job.run(1, _join_with_another_rank, 1)
-        assert "AuthenticationError: The worker we dialled refuses us: rank1 is not a rank that dials rank 0" in said
+        assert "RefusedError: The worker we dialled refuses us: rank1 is not a rank that dials rank 0" in said
         job.signal(0, 9)
         with pytest.raises(Exception, match="SIGKILL"):
             first.result()
