@@ -229,11 +229,11 @@ def test_dialing_an_unresponsive_worker_raises_unresponsive_error(kind: str) -> 
         ([RefusedError("I am alive")], 60, Verdict.ALIVE, 0),
         ([refused()], 60, Verdict.DEAD, 0),
         ([WrongPeerError("another")], 60, Verdict.DEAD, 0),
-        ([UNREACHABLE], 60, Verdict.DEAD, PATIENCE),
+        ([UNREACHABLE], 180, Verdict.DEAD, PATIENCE),
         ([UNREACHABLE], 5, Verdict.UNKNOWN, 5),
         ([UnresponsiveError("stopped")], 60, Verdict.UNKNOWN, 60),
         ([UnresponsiveError("stopped"), refused()], 60, Verdict.DEAD, 0),
-        ([UnresponsiveError("stopped"), UNREACHABLE], 60, Verdict.DEAD, PATIENCE),
+        ([UnresponsiveError("stopped"), UNREACHABLE], 180, Verdict.DEAD, PATIENCE),
         ([UNREACHABLE, LIVES], 60, Verdict.ALIVE, 0),
     ],
 )
