@@ -215,7 +215,8 @@ class Agent:
             for name in self.membership.entries.keys() - {self._info.name}:
                 self._threads.submit(self._greet, name)
         if self._settings.on_failure == "end":
-            job_end = JobEnd(self._info, self.peers.fail_all, lambda: self.watch.has_told)
+            let_go = self._endpoint.secret.let_go
+            job_end = JobEnd(self._info, self.peers.fail_all, lambda: self.watch.has_told, let_go)
             self.watch.end_job_on_failure(job_end.begin)
 
     def _look_for(self, worker: Entry, deadline: float) -> Verdict:

@@ -118,7 +118,7 @@ class Watch:
         return self._add(CallbackHandle(self, Event.FAILURE, callback, entry.instance), info)
 
     def end_job_on_failure(self, end_job: Callable[[WorkerInfo, str], None]) -> None:
-        """Call ``end_job(info, reason)`` on threads of the pool when a worker has died. It may be called again."""
+        """Call ``end_job(info, reason)`` on a thread of the pool when a worker has died. It may be called again."""
         self._end_job = end_job
         self._update()
         self._watch_all()
@@ -257,13 +257,13 @@ class Watch:
     # Telling
 
     def _tell_soon(self) -> None:
-        if self._due:
+        if self._due or self._ends_job:
             self._submit(self._tell)
-        if self._failure is not None and self._end_job is not None and not self._closed:
-            self._submit(self._end_job, *self._failure)
 
     def _tell(self) -> None:
         """Call the callbacks that are due, on a thread of the pool, where no interrupt comes."""
+        if self._ends_job and self._end_job is not None and self._failure is not None:
+            self._end_job(*self._failure)  # first: a callback may take long, or end the program
         with self._lock:
             if self._is_telling:
                 return
@@ -279,6 +279,10 @@ class Watch:
                     handle.callback(*args)
                 except Exception:
                     _log.exception("%s: an on_%s callback failed", self._membership.own.label, handle.event.value)
+
+    @property
+    def _ends_job(self) -> bool:
+        return self._failure is not None and self._end_job is not None and not self._closed
 
     @property
     def has_told(self) -> bool:
