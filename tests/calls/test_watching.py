@@ -12,8 +12,12 @@ import pytest
 import farprop.rpc as rpc
 from farprop.errors import UsageError
 from farprop.rpc import WorkerInfo
+from farprop.runtime import liveness, peers
+from farprop.runtime.agent_registry import current_agent
 from tests.calls import functions as f
-from tests.support.workers import Cluster, cluster, processes
+from tests.references.looking import wait_until
+from tests.support.hosts import Hosts
+from tests.support.workers import Cluster, cluster, free_port, processes
 
 pytestmark = pytest.mark.one_transport
 
@@ -271,3 +275,72 @@ def test_many_join_and_die(path: str) -> None:
             (kind, f"worker{process}") for kind in ("join", "leave") for process in range(1, 6)
         )
         _leave(job, 0)
+
+
+def _join_at(port: int, rank: int) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=20)
+    rpc.init_rpc(f"worker{rank}", rank=rank, rpc_backend_options=options)
+
+
+def test_death_of_the_worker_that_has_the_store_is_told() -> None:
+    """The others can't ask the store any more, but call each other."""
+    port = free_port()
+    with processes(3) as job:
+        for rank in range(3):
+            job.run(rank, _join_at, port, rank)
+        for rank in (1, 2):
+            job.run(rank, _watch, "join", "leave")
+            job.run(rank, _watch_failure, "worker0")
+        job.kill(0)
+        for rank in (1, 2):
+            told = job.run(rank, _wait_for, "failure", "worker0")
+            assert [event[:2] for event in told] == [("leave", "worker0"), ("failure", "worker0")]
+        assert job.run(1, rpc.rpc_sync, "worker2", f.own_name) == "worker2"
+        job.kill(2)
+        job.run(1, _wait_for, "leave", "worker2")
+        _leave(job, 1)
+
+
+# Between hosts
+
+
+def _lose_patience() -> None:
+    """Two minutes are too long for a test."""
+    liveness.PATIENCE = peers._DIAL_SECONDS = 1.0
+
+
+def _has_no_connection() -> None:
+    connections = current_agent().peers.connections
+    wait_until(lambda: "worker1" not in connections, "the connection is lost")
+
+
+def _has_connection() -> None:
+    connections = current_agent().peers.connections
+    wait_until(lambda: "worker1" in connections, "there is a connection")
+
+
+def test_vanished_host_is_told_although_no_call_is_open(hosts: Hosts) -> None:
+    with cluster(2, hosts.environments([0, 1])) as job:
+        job.run(0, _lose_patience)
+        job.run(0, _watch_failure, "worker1")
+        job.run(0, _has_connection)
+        hosts.cut(1)
+        assert len(job.run(0, _wait_for, "failure", "worker1")) == 1
+        hosts.mend(1)
+        for rank in range(2):
+            job.run(rank, rpc.shutdown, graceful=False)
+
+
+def test_worker_that_was_only_cut_off_has_not_died(hosts: Hosts) -> None:
+    with cluster(2, hosts.environments([0, 1])) as job:
+        job.run(0, _watch_failure, "worker1")
+        job.run(0, _has_connection)
+        hosts.cut(1)
+        job.run(0, _has_no_connection)
+        hosts.mend(1)
+        job.run(0, _has_connection)
+        assert job.run(0, rpc.rpc_sync, "worker1", f.own_name) == "worker1"
+        job.run(1, rpc.shutdown, graceful=False)
+        told = job.run(0, _wait_for, "failure", "worker1")
+        assert len(told) == 1
+        job.run(0, rpc.shutdown, graceful=False)
