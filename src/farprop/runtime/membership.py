@@ -137,6 +137,11 @@ class Membership:
         places = self._places
         return places is not None and places.has_left(instance)
 
+    def was_replaced(self, instance: str) -> bool:
+        """Whether another worker is known to have found this one dead and taken its place, in a dynamic group."""
+        places = self._places
+        return places is not None and places.was_replaced(instance)
+
     def infos(self) -> list[WorkerInfo]:
         self.refresh()
         return [WorkerInfo(entry.name, entry.rank) for entry in self.entries.values()]

@@ -196,7 +196,7 @@ class Places:
         self._own = own
         self._known: dict[int, Entry] = {}
         self._gone: set[int] = set()
-        self._left: set[str] = set()  # instances that have left the group themselves
+        self._ended: dict[str, bytes] = {}  # by instance, what its place holds after it
         self._count = 0  # how many places there were when they were last read
         self._is_complete = True  # all of them were set
         self._place = 0
@@ -289,7 +289,7 @@ class Places:
                 if gap > _MAX_GAP:
                     raise RendezvousError("'places' in the store counts more workers than joined: somebody set it.")
             self._count, self._is_complete = count, is_complete
-        return {entry.name: entry for entry in self._known.values()}
+        return {entry.name: entry for entry in list(self._known.values())}  # other threads may read the store, too
 
     def may_have_grown(self) -> bool:
         """Whether a worker may have joined since the members were last read. One request, which writes nothing."""
@@ -297,7 +297,11 @@ class Places:
 
     def has_left(self, instance: str) -> bool:
         """Whether a worker is known to have left the group itself."""
-        return instance in self._left
+        return self._ended.get(instance) == _GONE
+
+    def was_replaced(self, instance: str) -> bool:
+        """Whether another worker has found out that this one is dead, and has its place."""
+        return self._ended.get(instance) == _DEAD
 
     @contextmanager
     def _believing_nothing(self, strict: bool) -> Iterator[None]:
@@ -322,8 +326,8 @@ class Places:
             return False
         if text in (_GONE, _DEAD):
             entry = self._known.get(place)
-            if entry is not None and text == _GONE:
-                self._left.add(entry.instance)
+            if entry is not None:
+                self._ended[entry.instance] = text
             self._gone.add(place)
             self._known.pop(place, None)
         else:

@@ -209,7 +209,7 @@ class Watch:
                 if info.id == rank and found != unless and instance in (None, found):
                     self._due = self._due + self._told_of_end(found, info, reason)
                     self._present = {key: other for key, other in self._present.items() if key != found}
-                    self._failure = info, reason
+                    self._failure = self._failure or (info, reason)
                     break
         self._tell_soon()
 
@@ -224,16 +224,24 @@ class Watch:
                 for instance, info in listed.items()
                 if instance not in self._seen and not self._is_dead(info.id, instance)
             ]
-            due, failure = self._due, self._failure
+            taken = {listed[instance].name for instance in joined} | {listed[instance].id for instance in joined}
+            due, failure, present = self._due, self._failure, dict(self._present)
             for instance, info in self._present.items():
-                if instance not in listed:
-                    has_left = self._membership.has_left(instance)
-                    due = due + self._told_of_end(instance, info, None if has_left else _REPLACED)
-                    failure = failure if has_left else (info, _REPLACED)
+                is_taken = not taken.isdisjoint((info.name, info.id))
+                if instance in listed and not is_taken:
+                    continue
+                # Not to be listed is not enough: a thread that has read the store earlier may set the list later.
+                if self._membership.has_left(instance):
+                    due = due + self._told_of_end(instance, info, None)
+                elif is_taken or self._membership.was_replaced(instance):
+                    due = due + self._told_of_end(instance, info, _REPLACED)
+                    failure = failure or (info, _REPLACED)
+                else:
+                    continue
+                del present[instance]
             for instance in joined:
                 joins = [handle for handle in self._handles if handle.event is Event.JOIN]
                 due = due + [(handle, (listed[instance],)) for handle in joins]
-            present = {instance: info for instance, info in self._present.items() if instance in listed}
             present.update((instance, listed[instance]) for instance in joined)
             seen = self._seen | listed.keys()
             # Assignments alone: they can't be split.
@@ -277,7 +285,7 @@ class Watch:
             if not handle.removed:
                 try:
                     handle.callback(*args)
-                except Exception:
+                except BaseException:  # also SystemExit: it would end a thread of the pool, and nothing else
                     _log.exception("%s: an on_%s callback failed", self._membership.own.label, handle.event.value)
 
     @property
@@ -286,8 +294,8 @@ class Watch:
 
     @property
     def has_told(self) -> bool:
-        """No callback runs or waits."""
-        return not self._due and not self._is_telling
+        """No callback runs, and none is to be called."""
+        return not self._is_telling and (self._closed or not self._due)
 
     def close(self) -> None:
         """Watch nobody any more, and call nobody."""
