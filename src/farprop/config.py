@@ -34,6 +34,7 @@ class Settings:
     in_flight_bytes: int = 256 * MIB
     when_full: str = "wait"
     shm_pool_bytes: int = GIB
+    on_failure: str = "tell"
     autograd_mode: str = "smart"
     restricted: bool = False
     spin_microseconds: int = 1000
@@ -70,8 +71,15 @@ class Settings:
                 f"FARPROP_WHEN_FULL={when_full!r} is not known: use 'wait' (calls wait for room) or 'raise' (they "
                 "raise OverloadedError)."
             )
+        on_failure = env.get("FARPROP_ON_FAILURE") or "tell"
+        if on_failure not in ("tell", "end"):
+            raise UsageError(
+                f"FARPROP_ON_FAILURE={on_failure!r} is not known: use 'tell' (the death of a worker is told to those "
+                "who ask) or 'end' (this process ends, too)."
+            )
         return cls(
             autograd_mode=mode,
+            on_failure=on_failure,
             when_full=when_full,
             transport=transport,
             interface=env.get("FARPROP_INTERFACE") or None,

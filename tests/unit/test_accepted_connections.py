@@ -1,13 +1,15 @@
-"""The table of accepted connections, closed by two threads at once."""
+"""Accepted connections of a worker that closes meanwhile, on another thread."""
 
 from __future__ import annotations
 
+import socket
 import threading
 from typing import Any
 from unittest.mock import Mock
 
 from farprop.ids import WorkerInfo
 from farprop.runtime.accepted_connections import AcceptedConnections
+from farprop.runtime.acceptor import Acceptor
 from farprop.runtime.event_loop import EventLoop
 
 
@@ -36,4 +38,39 @@ def test_worker_that_closes_while_a_peer_hangs_up() -> None:
     table.thread.join()
     assert not table
     assert connection.close.called
+    loop.close()
+
+
+def test_worker_that_closes_while_a_peer_is_admitted() -> None:
+    """The connection of the peer does not stay open."""
+    loop, unused, connection = EventLoop(), Mock(), Mock(fd=1000)
+
+    def new_connection(*_: Any) -> Any:
+        accepted.close()
+        return connection
+
+    accepted = AcceptedConnections(loop, WorkerInfo("w0", 0), unused, new_connection, unused, unused, unused)
+    accepted.on_events = accepted.on_closed = unused
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        accepted._add(ours, Mock())
+    assert connection.close.called
+    assert not accepted.all()
+    loop.close()
+
+
+def test_worker_that_closes_while_it_accepts_a_connection() -> None:
+    loop, unused = EventLoop(), Mock()
+
+    def accepted(_: socket.socket) -> Any:
+        acceptor.close()
+        return Mock(), None
+
+    acceptor = Acceptor(loop, "w0", accepted, unused, unused)
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
+    acceptor.listen(listener)
+    with socket.create_connection(listener.getsockname(), timeout=30) as peer:
+        loop.poll(30)
+        assert peer.recv(1) == b""
     loop.close()

@@ -13,7 +13,13 @@ def test_settings_are_read_from_the_environment() -> None:
     assert (read.port_range, read.insecure, read.transport) == ((5000, 5010), True, "tcp")
     assert Settings.from_env({"FARPROP_PORT_RANGE": "5000", "FARPROP_INSECURE": "0"}).port_range == (5000, 5000)
     assert Settings.from_env({}) == Settings()
-    invalid = ("PORT_RANGE", "9-1"), ("SHM_POOL_BYTES", "-1"), ("TRANSPORT", "x"), ("WHEN_FULL", "x")
+    invalid = (
+        ("PORT_RANGE", "9-1"),
+        ("SHM_POOL_BYTES", "-1"),
+        ("TRANSPORT", "x"),
+        ("WHEN_FULL", "x"),
+        ("ON_FAILURE", "x"),
+    )
     for bad in ({f"FARPROP_{name}": value} for name, value in invalid):
         with pytest.raises(UsageError, match="FARPROP_"):
             Settings.from_env(bad)

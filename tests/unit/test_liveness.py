@@ -42,7 +42,7 @@ class Case:
         self.detector = FailureDetector(
             "worker0",
             self.dial,
-            self.dead.append,
+            lambda rank, reason: self.dead.append(rank),
             lambda function, *args: self.jobs.append((function, args)),
             lambda when, callback: self.timers.append((when, callback)),
         )

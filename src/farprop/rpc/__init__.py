@@ -80,14 +80,16 @@ from farprop.rpc.retries import Retry, idempotent
 from farprop.rpc.rref import RRef
 from farprop.rpc.saved_rrefs import _disable_jit_rref_pickle, _enable_jit_rref_pickle
 from farprop.rpc.server_process_global_profiler import _server_process_global_profile
-from farprop.rpc.workers import wait_for_workers, workers
+from farprop.rpc.workers import on_failure, on_join, on_leave, wait_for_workers, workers
 from farprop.runtime.agent import meeting_seconds
 from farprop.runtime.secret import check_settings
+from farprop.runtime.watch import CallbackHandle
 
 __all__ = [
     "AllGatherStates",
     "BackendType",
     "BackendValue",
+    "CallbackHandle",
     "LiveReference",
     "RRef",
     "Retry",
@@ -108,6 +110,9 @@ __all__ = [
     "live_references",
     "method_factory",
     "new_method",
+    "on_failure",
+    "on_join",
+    "on_leave",
     "register_backend",
     "remote",
     "rpc_async",

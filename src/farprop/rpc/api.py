@@ -544,6 +544,9 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     agent = current_agent()
     seconds = checked_timeout(timeout)
     deadline = None if seconds is None else time.monotonic() + seconds
+    watch = getattr(agent, "watch", None)  # agents of other backends have none
+    if watch is not None:
+        watch.close()  # before the others leave
     try:
         if graceful:
             if getattr(agent, "is_static_group", True):

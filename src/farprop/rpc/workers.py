@@ -1,15 +1,17 @@
-"""Who is in the job: ``workers`` and ``wait_for_workers``."""
+"""Who is in the job, and who joins, leaves and dies."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from farprop.errors import RpcTimeoutError
 from farprop.ids import WorkerInfo
 from farprop.rpc.constants import UNSET_RPC_TIMEOUT
 from farprop.rpc.options import checked_timeout
 from farprop.runtime.agent_registry import current_agent
+from farprop.runtime.watch import CallbackHandle
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 
@@ -73,3 +75,69 @@ def _missing(present: list[WorkerInfo], wanted: int | set[str]) -> str:
         return "" if len(present) >= wanted else f"{len(present)} of {wanted} workers have joined"
     absent = wanted - {info.name for info in present}
     return f"{', '.join(sorted(absent))} did not join" if absent else ""
+
+
+def on_join(callback: Callable[[WorkerInfo], Any]) -> CallbackHandle:
+    """Have a function called for each worker that joins the group from now on, until :func:`shutdown`.
+
+    To miss nobody, call :func:`workers` after it. In a group with ``world_size`` nobody joins later.
+
+    Args:
+        callback: Called with the worker's name and rank, once for each worker, about a second after it has joined. It
+            runs on a thread of farprop's, and may make calls. Callbacks run one after the other, so a slow one delays
+            the next. What it raises is logged.
+
+    Returns:
+        A handle; its ``remove()`` ends the calls.
+
+    Raises:
+        UsageError: This process is not a worker.
+
+    Example:
+        ``handle = rpc.on_join(lambda info: print(info.name, "is there"))``
+    """
+    return current_agent().watch.on_join(callback)
+
+
+def on_leave(callback: Callable[[WorkerInfo], Any]) -> CallbackHandle:
+    """Have a function called for each worker that leaves or dies from now on, until :func:`shutdown`.
+
+    This worker keeps a connection to each of the others, to notice. In a group with ``world_size`` all leave together,
+    so it is called for deaths only.
+
+    Args:
+        callback: Called with the worker's name and rank, once for each worker, as for :func:`on_join`.
+
+    Returns:
+        A handle; its ``remove()`` ends the calls.
+
+    Raises:
+        UsageError: This process is not a worker.
+
+    Example:
+        ``handle = rpc.on_leave(lambda info: print(info.name, "is gone"))``
+    """
+    return current_agent().watch.on_leave(callback)
+
+
+def on_failure(worker: str | int | WorkerInfo, callback: Callable[[WorkerInfo, str], Any]) -> CallbackHandle:
+    """Have a function called when a worker dies, until :func:`shutdown`.
+
+    A worker that leaves with a graceful :func:`shutdown` has not died; one that ends in any other way has. A process
+    that takes the name of a dead worker is another worker, and needs a callback of its own.
+
+    Args:
+        worker: The worker's name, rank or ``WorkerInfo``.
+        callback: Called once, with the worker's name and rank and the reason, as text. If the worker is dead already,
+            it is called soon. It runs as those of :func:`on_join` do.
+
+    Returns:
+        A handle; its ``remove()`` keeps it from being called.
+
+    Raises:
+        UsageError: This process is not a worker, there is no such worker, or it is this one.
+
+    Example:
+        ``handle = rpc.on_failure("worker1", lambda info, reason: print(info.name, "died:", reason))``
+    """
+    return current_agent().watch.on_failure(worker.name if isinstance(worker, WorkerInfo) else worker, callback)

@@ -59,6 +59,7 @@ class AcceptedConnections:
         self._lock = make_lock("accepted_connections")
         self._connections: dict[int, Connection] = {}  # by descriptor
         self._identities: WeakKeyDictionary[Connection, Identity] = WeakKeyDictionary()
+        self._closed = False
 
     def all(self) -> list[Connection]:
         return list(self._connections.values())
@@ -77,7 +78,13 @@ class AcceptedConnections:
             sock.close()
             return
         connection = self._new_connection(sock, peer, self.want_output)
-        self._connections[connection.fd] = connection
+        with self._lock:
+            is_closed = self._closed
+            if not is_closed:
+                self._connections[connection.fd] = connection
+        if is_closed:  # meanwhile, by another thread
+            connection.close()
+            return
         self._identities[connection] = peer
         self._loop.add(connection.fd, IN | HANGUP, partial(self.on_events, connection))
         self._close_if_stranger(connection)  # this worker may have joined meanwhile
@@ -136,7 +143,8 @@ class AcceptedConnections:
         """Accept nothing any more, and close all connections."""
         self._acceptor.close()
         with self._lock:
-            # Emptied under the lock: the loop may be about to close one of them.
+            # Emptied under the lock: the loop may be about to close one of them, or to add another.
+            self._closed = True
             connections = list(self._connections.values())
             self._connections.clear()
         for connection in connections:

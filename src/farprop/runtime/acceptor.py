@@ -142,6 +142,7 @@ class Acceptor:
         self._listeners: list[socket.socket] = []
         self._pending: dict[int, PendingHandshake] = {}
         self._refusals = RateLimitedLog(_log)
+        self._closed = False
 
     def listen(self, listener: socket.socket) -> None:
         """Start to accept connections on this socket."""
@@ -155,6 +156,8 @@ class Acceptor:
             except BlockingIOError:
                 return
             except OSError as error:
+                if self._closed:
+                    return
                 # Most likely out of descriptors. The listener stays readable, so ignore it for a moment.
                 _log.error("%s can't accept connections: %s", self._worker, error)
                 self._loop.change(listener.fileno(), 0)
@@ -170,6 +173,9 @@ class Acceptor:
                 sock.close()
                 continue
             self._pending[sock.fileno()] = pending
+            if self._closed:  # meanwhile, by another thread
+                self._close_pending()
+                return
             self._loop.add(sock.fileno(), IN, pending.on_events)
             pending.timer = self._loop.call_at(_now() + HANDSHAKE_SECONDS, partial(self._on_deadline, pending))
 
@@ -210,9 +216,13 @@ class Acceptor:
 
     def close(self) -> None:
         """Close the listening sockets, and the connections during their handshakes."""
+        self._closed = True
         for listener in self._listeners:
             self._loop.remove(listener.fileno())
             listener.close()
+        self._close_pending()
+
+    def _close_pending(self) -> None:
         for pending in list(self._pending.values()):
             self._drop(pending)
             pending.sock.close()

@@ -27,6 +27,7 @@ from farprop.runtime.client_connection import ClientConnection
 from farprop.runtime.device_maps import DeviceMaps
 from farprop.runtime.endpoint import Endpoint
 from farprop.runtime.event_loop import EventLoop
+from farprop.runtime.job_end import JobEnd
 from farprop.runtime.liveness import FailureDetector, Verdict, look_for
 from farprop.runtime.membership import Membership
 from farprop.runtime.peers import Peers
@@ -36,6 +37,7 @@ from farprop.runtime.server import Server
 from farprop.runtime.services import WorkerServices
 from farprop.runtime.spinner import CROWDED
 from farprop.runtime.thread_pool import Blocked, ThreadPool
+from farprop.runtime.watch import Watch
 from farprop.transport.connection import Connection
 from farprop.transport.shared_memory import SegmentPool
 from farprop.transport.tls import Stream
@@ -130,7 +132,14 @@ class Agent:
         calls = Calls(self._info, self.peers, self.references, self._devices, dialect, self.context_cleanup.ended)
         self.call_sync, self.call_async, self.remote = calls.call_sync, calls.call_async, calls.remote
         self._failure_detector = FailureDetector(
-            name, self.peers.probe, self._on_death, self._threads.submit, self._loop.call_at
+            name, self._probe, self._on_death, self._threads.submit, self._loop.call_at
+        )
+        self.watch = Watch(
+            self.membership,
+            self.references.instances.is_dead,
+            self._threads.submit,
+            self._loop.call_at,
+            self._failure_detector.suspect,
         )
         self.gate = BarrierGate(self._threads.submit_request)
         self.owner_methods = OwnerMethods(self.references, dialect, self.backward_from_value)
@@ -205,6 +214,10 @@ class Agent:
             # Others may still wait for the dead: a connection of this worker tells them.
             for name in self.membership.entries.keys() - {self._info.name}:
                 self._threads.submit(self._greet, name)
+        if self._settings.on_failure == "end":
+            let_go = self._endpoint.secret.let_go
+            job_end = JobEnd(self._info, self.peers.fail_all, lambda: self.watch.has_told, let_go)
+            self.watch.end_job_on_failure(job_end.begin)
 
     def _look_for(self, worker: Entry, deadline: float) -> Verdict:
         return look_for(lambda entry, until: self._dialer.dial(entry, until).close(), worker, deadline)
@@ -259,7 +272,9 @@ class Agent:
         before = self.membership.find(peer.name)
         if before is not None and before.instance != peer.instance and before.rank != peer.rank:
             # It has the name of a dead worker, but another rank.
-            self._threads.submit(self._declare_dead, before.rank, before.instance)
+            reason = "Another process has taken its name: it is dead."
+            self._threads.submit(self._declare_dead, before.rank, before.instance, reason)
+        self.watch.met(peer.instance)
         return peer
 
     # Connections
@@ -309,22 +324,34 @@ class Agent:
         self.references.route_lost(connection, connection.rank)
         self._suspect(connection.rank)
 
-    def _on_death(self, rank: int) -> None:
-        """A worker is dead: accept nothing from it any more, and fail what depends on it."""
-        self._declare_dead(rank, self.peers.probed.get(rank))
+    def _probe(self, rank: int, timeout: float | None = None) -> None:
+        """Dial a worker, unless there is a connection; raises what dialling raises."""
+        self.peers.probe(rank, timeout)
+        connection = self.peers.by_rank.get(rank)
+        if connection is not None and self.watch.concerned_with(rank):
+            connection.keep_probing()
 
-    def _declare_dead(self, rank: int, instance: str | None) -> None:
+    def _on_death(self, rank: int, reason: str) -> None:
+        """A worker is dead: accept nothing from it any more, and fail what depends on it."""
+        self._declare_dead(rank, self.peers.probed.get(rank), reason)
+
+    def _declare_dead(self, rank: int, instance: str | None, reason: str) -> None:
         if instance is not None and self.references.instances.get(rank, instance) != instance:
             return  # another process has its rank by now
-        _log.warning("%s: %s has died", self._info.label, self.membership.name_of(rank))
+        if instance is not None and self.membership.has_left(instance):
+            _log.info("%s: rank %d has left", self._info.label, rank)
+        else:
+            _log.warning("%s: %s has died", self._info.label, self.membership.name_of(rank))
         self.peers.lose(rank, "it has died")
         self._accepted.close_those_of(rank)
         if self.references.died(rank, instance):
             self.context_cleanup.on_death(rank)
+            self.watch.died(rank, instance, reason)
 
     def _on_replaced(self, rank: int, instance: str) -> None:
         """Another process has the rank of a dead worker: accept nothing from the dead one any more."""
         _log.warning("%s: another process has taken rank %d: the one before it is dead", self._info.label, rank)
+        self.watch.died(rank, None, "Another process has taken its rank: it is dead.", unless=instance)
         self.peers.lose(rank, "it has died, and another process has taken its place", unless=instance)
         self._accepted.close_those_of(rank, unless=instance)
         self.context_cleanup.on_death(rank)
@@ -343,7 +370,11 @@ class Agent:
 
     def _suspect(self, rank: int) -> None:
         """Check whether a worker is alive, if its death would change anything here."""
-        concerned = self.references.concerned_with(rank) or self.context_cleanup.concerned_with(rank)
+        concerned = (
+            self.references.concerned_with(rank)
+            or self.context_cleanup.concerned_with(rank)
+            or self.watch.concerned_with(rank)
+        )
         if not self._closed and rank != self._info.id and concerned:
             self._failure_detector.suspect(rank)
 
@@ -418,6 +449,7 @@ class Agent:
             if self._closed:
                 return
             self._closed = True
+        self.watch.close()
         self._endpoint.secret.let_go()
         self._failure_detector.close()
         self.references.close()

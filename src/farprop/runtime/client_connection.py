@@ -168,6 +168,7 @@ class ClientConnection:
         self._room_waiters: dict[Waker, bool] = {}  # callers that wait for room, and whether they are nested
         self._deadline_timer: TimerHandle | None = None  # for the nearest deadline of the open calls
         self._is_probed = True  # a timer looks whether the other host still answers, or nothing needs to
+        self._is_watched = False  # also while no calls are open
         self._uncork_due = False  # a timer will send the requests that wait for more
         self._lost: str | None = None
         self._to_fail: list[Waiter | FutureCall] = []  # calls that were open when the connection was lost
@@ -391,10 +392,17 @@ class ClientConnection:
         self._loop.call_at(_now() + PROBE_SECONDS, self._probe)
         self._is_probed = True
 
+    def keep_probing(self) -> None:
+        """Find out whether the other host has vanished although no calls are open."""
+        with self._lock:
+            self._is_watched = True
+            if not self._is_probed and self._lost is None:
+                self._probe_soon()
+
     def _probe(self) -> None:
         """Called by the loop."""
         with self._lock:
-            if self._lost is not None or not len(self._calls):
+            if self._lost is not None or not (len(self._calls) or self._is_watched):
                 self._is_probed = False
                 return
         try:

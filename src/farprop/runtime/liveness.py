@@ -39,7 +39,7 @@ class FailureDetector:
     Args:
         worker: this worker's name, for log lines.
         dial: ``dial(rank, timeout)`` makes a connection unless there is one, or raises.
-        died: ``died(rank)`` is called once a worker is dead.
+        died: ``died(rank, reason)`` is called once a worker is dead.
         submit: runs a function on another thread.
         call_at: calls a function at a time of the monotonic clock.
     """
@@ -48,7 +48,7 @@ class FailureDetector:
         self,
         worker: str,
         dial: Callable[..., object],
-        died: Callable[[int], None],
+        died: Callable[[int, str], None],
         submit: Callable[..., None],
         call_at: Callable[[float, Callable[[], None]], object],
     ) -> None:
@@ -78,10 +78,11 @@ class FailureDetector:
             self._dial(rank, timeout)
         except Exception as error:
             if is_certain(error):
-                self._died(rank)
+                self._died(rank, str(error))
 
     def _look(self, rank: int, deadline: float) -> None:
         dead = again = False
+        reason = ""
         try:
             self._dial(rank)
         except UsageError:
@@ -94,6 +95,7 @@ class FailureDetector:
                 _log.info("%s could not find out whether worker %d is alive: %r", self._worker, rank, error)
             dead = is_certain(error) or time.monotonic() >= deadline
             again = not dead
+            reason = str(error)
         with self._lock:
             again = self._dialling.pop(rank, False) or again
             if self._closed:
@@ -101,7 +103,7 @@ class FailureDetector:
             if again and not dead:
                 self._suspects[rank] = deadline
         if dead:
-            self._died(rank)
+            self._died(rank, reason)
         elif again:
             self._call_at(time.monotonic() + _REDIAL_SECONDS, partial(self._look_again, rank))
 

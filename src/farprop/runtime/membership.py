@@ -121,6 +121,27 @@ class Membership:
             except RuntimeError as error:
                 _log.info("%s can't ask the store who is there: %s", self.own.label, error)
 
+    def refresh_if_grown(self) -> None:
+        """Read the members if one may have joined, in a dynamic group. Otherwise this takes one request."""
+        places = self._places
+        try:
+            grown = places is not None and places.may_have_grown()
+        except RuntimeError as error:
+            _log.debug("%s can't ask the store whether somebody has joined: %s", self.own.label, error)
+            return
+        if grown:
+            self.refresh()
+
+    def has_left(self, instance: str) -> bool:
+        """Whether a worker is known to have left the group itself, in a dynamic group."""
+        places = self._places
+        return places is not None and places.has_left(instance)
+
+    def was_replaced(self, instance: str) -> bool:
+        """Whether another worker is known to have found this one dead and taken its place, in a dynamic group."""
+        places = self._places
+        return places is not None and places.was_replaced(instance)
+
     def infos(self) -> list[WorkerInfo]:
         self.refresh()
         return [WorkerInfo(entry.name, entry.rank) for entry in self.entries.values()]

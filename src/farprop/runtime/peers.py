@@ -59,6 +59,7 @@ class Peers:
         self._settings = settings
         self._lock = make_lock("peers")
         self._closed = False
+        self._failure = ""  # why this process is about to end
         self._fault_policy: FaultPolicy | None = None
         self._sent_before = 0  # requests sent on connections that are gone
 
@@ -108,8 +109,8 @@ class Peers:
                 raise
 
     def _dial_now(self, name: str, deadline: float) -> ClientConnection:
-        if self._closed:
-            raise UsageError("RPC has been shut down on this worker.")
+        if self._closed or self._failure:
+            raise self._closed_error(name)
         entry = self._membership.find(name)
         instances = self._references.instances
         if entry is not None and (
@@ -156,8 +157,13 @@ class Peers:
         if kept is not client:
             client.lose("another connection was faster")
         if kept is None:
-            raise UsageError("RPC has been shut down on this worker.")
+            raise self._closed_error(client.peer)
         return kept
+
+    def _closed_error(self, name: str) -> Exception:
+        if self._failure:
+            return ConnectionLostError(f"Can't call {name}: {self._failure}")
+        return UsageError("RPC has been shut down on this worker.")
 
     def _connect_to_self(self) -> ClientConnection:
         own = self._own
@@ -169,7 +175,7 @@ class Peers:
             client.wrap(self._make_faulty)
         kept = self._keep(client)
         if kept is None:
-            raise UsageError("RPC has been shut down on this worker.")
+            raise self._closed_error(client.peer)
         return kept
 
     def _keep(self, client: ClientConnection) -> ClientConnection | None:
@@ -179,7 +185,7 @@ class Peers:
             The connection to use: this one, or one that another thread has dialled meanwhile; None after ``close``.
         """
         with self._lock:
-            if self._closed:
+            if self._closed or self._failure:
                 return None
             kept = self.connections.setdefault(client.peer, client)
             if kept is client:
@@ -284,6 +290,14 @@ class Peers:
         """Give up the connection to a worker, ``unless`` it is one to this instance."""
         connection = self.by_rank.get(rank)
         if connection is not None and (not unless or connection.instance != unless):
+            connection.lose(reason)
+
+    def fail_all(self, reason: str) -> None:
+        """Fail all open calls and all later ones: this process is about to end."""
+        with self._lock:
+            self._failure = reason
+            connections = list(self.connections.values())
+        for connection in connections:
             connection.lose(reason)
 
     def close(self) -> None:

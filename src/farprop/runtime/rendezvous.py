@@ -26,7 +26,7 @@ from farprop.runtime.rate_limited_log import RateLimitedLog
 _log = logging.getLogger(__name__)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
-_GONE = b"gone"
+_GONE, _DEAD = b"gone", b"dead"  # what a place holds after its worker
 _MAX_GAP = 4096  # empty places in a row; with more, the counter was not set by the workers of the job
 _JOB = re.compile("[0-9a-f]{32}")
 _MISSING = "missing"
@@ -196,6 +196,9 @@ class Places:
         self._own = own
         self._known: dict[int, Entry] = {}
         self._gone: set[int] = set()
+        self._ended: dict[str, bytes] = {}  # by instance, what its place holds after it
+        self._count = 0  # how many places there were when they were last read
+        self._is_complete = True  # all of them were set
         self._place = 0
         self._claims: dict[str, str] = {}  # the name and the rank: what this worker has written there, or has tried to
         self.predecessors: list[Entry] = []
@@ -224,7 +227,7 @@ class Places:
             self._publish(self._place, own.to_json())
             # In this order: somebody with the name is listed at any time, and the later place counts.
             for place in dead:
-                self._publish(place, _GONE.decode())
+                self._publish(place, _DEAD.decode())
         except BaseException:
             # Others need the name and the rank, and have to go on without this worker.
             with suppress(RendezvousError):
@@ -273,16 +276,32 @@ class Places:
         """The current members by name. Unsigned values are skipped with a warning; with ``strict`` they raise."""
         with self._believing_nothing(strict):
             gap = 0
-            for place in range(1, self._store.count("places") + 1):
+            is_complete, count = True, self._store.count("places")
+            for place in range(1, count + 1):
                 if place in self._gone:
                     continue
                 gap += 1
                 with self._believing_nothing(strict):
-                    if self._store.has([f"place/{place}"]) and self._read(place, f"place/{place}"):
+                    if not self._store.has([f"place/{place}"]):
+                        is_complete = False
+                    elif self._read(place, f"place/{place}"):
                         gap = 0
                 if gap > _MAX_GAP:
                     raise RendezvousError("'places' in the store counts more workers than joined: somebody set it.")
-        return {entry.name: entry for entry in self._known.values()}
+            self._count, self._is_complete = count, is_complete
+        return {entry.name: entry for entry in list(self._known.values())}  # other threads may read the store, too
+
+    def may_have_grown(self) -> bool:
+        """Whether a worker may have joined since the members were last read. One request, which writes nothing."""
+        return not self._is_complete or self._store.get("places") != str(self._count).encode()
+
+    def has_left(self, instance: str) -> bool:
+        """Whether a worker is known to have left the group itself."""
+        return self._ended.get(instance) == _GONE
+
+    def was_replaced(self, instance: str) -> bool:
+        """Whether another worker has found out that this one is dead, and has its place."""
+        return self._ended.get(instance) == _DEAD
 
     @contextmanager
     def _believing_nothing(self, strict: bool) -> Iterator[None]:
@@ -300,12 +319,15 @@ class Places:
             text = self._keys.read(name, value)
         except Unsigned as error:
             text = unsigned_text(value)
-            if text != _GONE or place in self._known:
+            if text not in (_GONE, _DEAD) or place in self._known:
                 raise RendezvousError(different_secrets(self._own, text, name)) from error
             # Most likely its worker left before the current members found their secret.
             _log.info("%s: %r is left from a worker that is gone, and signed with another secret", self._own.name, name)
             return False
-        if text == _GONE:
+        if text in (_GONE, _DEAD):
+            entry = self._known.get(place)
+            if entry is not None:
+                self._ended[entry.instance] = text
             self._gone.add(place)
             self._known.pop(place, None)
         else:

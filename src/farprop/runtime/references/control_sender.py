@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 
 COALESCE_SECONDS = 0.005  # operations that are not urgent wait this long, to share a batch with others
 _BATCH_SECONDS = 10.0  # the timeout of one attempt
+_LOST_SECONDS = 3 * _BATCH_SECONDS  # an attempt that takes longer than dialling and its timeout will not end
 _FIRST_BACKOFF, _LAST_BACKOFF = 0.02, 1.0
 _now = time.monotonic
 
@@ -77,6 +78,8 @@ class _BatchCall(FutureCall):
 class ControlSender:
     """Sends batches, and retries them with exponential backoff.
 
+    An attempt may get lost if several interrupts come at once: nobody hears of its end. Such a one expires.
+
     Args:
         transport: The network and the timers.
         outgoing: Returns the batch to send to a peer, or to send again.
@@ -94,7 +97,8 @@ class ControlSender:
         self._replied = replied
         self._lock = make_lock("control_sender")
         self._coalescing: set[int] = set()  # peers with operations that are not urgent; a timer is set if there are any
-        self._sending: dict[int, None] = {}  # peers that a batch is on its way to
+        self._sending: dict[int, float] = {}  # peers that a batch is on its way to: since when
+        self._expiry_is_set = False  # a timer looks for attempts that got lost
         self._retries: dict[int, TimerHandle] = {}  # timers that send again
         self._backoffs: dict[int, float] = {}  # how long the last wait before a retry was
         self._closed = False
@@ -121,12 +125,16 @@ class ControlSender:
     def send(self, peer: int) -> None:
         """Send now, unless a batch is on its way already: the reply to that one sends the next."""
         ours = False
+        now = _now()
         try:
             with self._lock:
                 if peer in self._sending or peer in self._retries or self._closed:
                     return
-                # Nothing is called here, so an interrupt can't come between the two.
-                self._sending[peer] = None
+                if not self._expiry_is_set:
+                    self._transport.call_at(now + _LOST_SECONDS, self._expire)
+                # Nothing is called here, so an interrupt can't come between these.
+                self._expiry_is_set = True
+                self._sending[peer] = now
                 ours = True
             if self._transport.is_ready(peer):
                 self._transmit(peer)
@@ -189,6 +197,19 @@ class ControlSender:
             self._retries[peer] = self._transport.call_at(_now() + backoff, partial(self._retry, peer))
             del self._sending[peer]
         self._transport.suspect(peer)
+
+    def _expire(self) -> None:
+        """Send again what was sent so long ago that nobody waits for its reply."""
+        now = _now()
+        with self._lock:
+            lost = [peer for peer, since in self._sending.items() if now >= since + _LOST_SECONDS]
+            self._expiry_is_set = bool(self._sending) and not self._closed
+            if self._expiry_is_set:
+                self._transport.call_at(now + _LOST_SECONDS, self._expire)
+        for peer in lost:
+            name = self._transport.name_of_rank(peer)
+            _log.info("%s: a batch of operations on references to %s got lost", self._transport.label, name)
+            self.unanswered(peer)
 
     def _retry(self, peer: int) -> None:
         with self._lock:
