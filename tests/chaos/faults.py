@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from farprop.errors import ConnectionLostError, RpcTimeoutError
+from farprop.errors import CollectiveError, ConnectionLostError, RpcTimeoutError
 
 FAULTS: dict[str, tuple[type[BaseException], ...]] = {
     "none": (),
     "kill": (ConnectionLostError,),
     "stop": (RpcTimeoutError,),
-    "interrupt": (ConnectionLostError,),
+    "interrupt": (ConnectionLostError, CollectiveError),
     "restart": (ConnectionLostError,),
     "flood": (),
     "no-shm": (),

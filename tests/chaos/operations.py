@@ -99,7 +99,7 @@ class Operations:
         ended = time.monotonic()
         detail = ""
         if outcome is Outcome.VALUE and not is_right(value):
-            outcome, detail = Outcome.WRONG, repr(value)[:2000]
+            outcome, detail = Outcome.WRONG, repr(value)[:300]
         elif outcome is Outcome.UNEXPECTED and failure is not None:
             detail = "".join(traceback.format_exception(failure))
         name = type(failure).__name__ if failure is not None else ""
