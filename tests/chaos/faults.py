@@ -52,6 +52,8 @@ def draw_events(fault: str, size: int, seconds: float, dice: random.Random) -> l
     at = _FIRST
     for _ in range(dice.randint(1, 3) if fault == "stop" else dice.randint(10, 30)):
         at += dice.uniform(0.0, 0.5 if fault == "stop" else 0.2)
+        if at >= seconds:
+            break
         length = dice.choice((0.1, dice.uniform(0.1, 3.0))) if fault == "stop" else 0.0
         events.append(Event(at, dice.randrange(size), length))
         at += length + (_GAP if fault == "stop" else 0.0)

@@ -38,7 +38,7 @@ def table(reports: Sequence[Report]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     failed = [report for report in reports if report.violations]
-    lines += [f"{len(report.violations)} violations, replay: {report.command}" for report in failed]
+    lines += [f"violations: {len(report.violations)}, replay: {report.command}" for report in failed]
     return "\n".join(lines)
 
 

@@ -26,6 +26,8 @@ _STUCK_SECONDS = 60.0  # far more than the deadlines of all operations that can 
 _PROMISE = 1.0  # seconds after its deadline at which an operation must have ended
 _FILE_LIMIT = 32 << 10  # shared memory is never as small
 
+Stop = tuple[int, float, float]  # a rank, and from when to when it was stopped
+
 
 @dataclass
 class Report:
@@ -60,9 +62,9 @@ def run_scenario(fault: str, job: str, seed: int, grace: float) -> Report:
             notes = getattr(error, "__notes__", ())
             report.violations.append("\n".join([str(error), *notes]))
         report.operations = [one for found in scenario.findings for one in found.operations]
-        _check_operations(report, scenario, grace)
+        check_operations(report, scenario.stops, grace)
         if job == "server":
-            report.violations += _check_pushes(scenario.findings)
+            report.violations += check_pushes(scenario.findings)
         report.detected = _detection_times(report.operations, scenario)
     report.violations += [f"left behind: {text}" for text in leaks.left_behind(before)]
     return report
@@ -76,7 +78,7 @@ class _Scenario:
         self.events = draw_events(setting.fault, setting.size, _RUN_SECONDS, random.Random(setting.seed))
         self.findings: list[Findings] = []
         self.hits: list[tuple[int, float]] = []  # ranks, and when the fault hit them
-        self.stops: list[tuple[int, float, float]] = []  # ranks, and from when to when they were stopped
+        self.stops: list[Stop] = []
         self._places = list(range(setting.size))  # the process of each rank
         self._runs: list[Handle] = []
         self._floods: list[Handle] = []
@@ -128,15 +130,6 @@ class _Scenario:
                 _, hard = resource.prlimit(job.pid(place), resource.RLIMIT_FSIZE)
                 resource.prlimit(job.pid(place), resource.RLIMIT_FSIZE, (_FILE_LIMIT, hard))
 
-    def running(self, operation: Operation) -> float:
-        """The seconds that an operation took, without those in which its process was stopped."""
-        stopped = sum(
-            max(0.0, min(operation.ended, end) - max(operation.began, start))
-            for rank, start, end in self.stops
-            if rank == operation.rank
-        )
-        return operation.ended - operation.began - stopped
-
 
 def _wait_for(handles: Sequence[Handle]) -> list[Any]:
     return [handle.result() for handle in handles]
@@ -150,10 +143,11 @@ def _has_survived(run: Handle) -> bool:
     return True
 
 
-def _check_operations(report: Report, scenario: _Scenario, grace: float) -> None:
+def check_operations(report: Report, stops: Sequence[Stop], grace: float) -> None:
+    """Each operation ended in time, and in a right value or an error that the fault explains."""
     for operation in report.operations:
         what = f"{operation.kind!r} of rank {operation.rank}"
-        late = scenario.running(operation) - operation.deadline
+        late = _running_seconds(operation, stops) - operation.deadline
         report.slowest = max(report.slowest, late)
         if late > _PROMISE + grace:
             report.violations.append(
@@ -164,7 +158,17 @@ def _check_operations(report: Report, scenario: _Scenario, grace: float) -> None
             report.violations.append(f"{what}: {operation.outcome.value} {operation.error}\n{operation.detail}")
 
 
-def _check_pushes(findings: Sequence[Findings]) -> list[str]:
+def _running_seconds(operation: Operation, stops: Sequence[Stop]) -> float:
+    """The seconds that an operation took, without those in which its process was stopped."""
+    stopped = sum(
+        max(0.0, min(operation.ended, end) - max(operation.began, start))
+        for rank, start, end in stops
+        if rank == operation.rank
+    )
+    return operation.ended - operation.began - stopped
+
+
+def check_pushes(findings: Sequence[Findings]) -> list[str]:
     """Compare the server's ledger with what the trainers know. A killed server's ledger is lost with it."""
     problems = [problem for found in findings for problem in found.problems]
     applied = {found.server: set(found.applied) for found in findings if found.server}
