@@ -62,7 +62,7 @@ def _tell(report: Report) -> None:
     what = f"{report.fault}/{report.job} {report.seed}: {len(report.operations)} operations"
     print(what, *report.violations, sep="\n  VIOLATION: ", flush=True)
     if report.violations:
-        print(f"  replay: {report.command}", flush=True)
+        print(report.output, f"  replay: {report.command}", sep="", flush=True)
 
 
 if __name__ == "__main__":

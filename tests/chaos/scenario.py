@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import random
 import resource
-import shutil
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,7 @@ class Report:
     slowest: float = 0.0  # seconds after its deadline at which the slowest operation ended
     detected: list[float] = field(default_factory=list)  # seconds from the fault to an error, on each survivor
     violations: list[str] = field(default_factory=list)
+    output: str = ""  # what the workers wrote
 
     @property
     def command(self) -> str:
@@ -51,22 +52,22 @@ def run_scenario(fault: str, job: str, seed: int, grace: float) -> Report:
     """Run a scenario, and check it."""
     report = Report(fault, job, seed)
     before = leaks.snapshot()
-    with ExitStack() as stack:
-        directory = tempfile.mkdtemp(prefix="chaos-")
-        stack.callback(shutil.rmtree, directory)
+    with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
         scenario = _Scenario(Setting(job, fault, seed, JOBS[job][1], directory))
+        output = io.StringIO()  # what the workers wrote
         try:
-            scenario.run()
-        except AssertionError as error:
-            # Something hangs, has died by itself, or has left something behind.
-            notes = getattr(error, "__notes__", ())
-            report.violations.append("\n".join([str(error), *notes]))
+            with contextlib.redirect_stderr(output):
+                scenario.run()
+        except Exception as error:
+            # Something hangs, has died by itself, has left something behind, or raised outside of its operations.
+            report.violations.append("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]))
         report.operations = [one for found in scenario.findings for one in found.operations]
         check_operations(report, scenario.stops, grace)
         if job == "server":
             report.violations += check_pushes(scenario.findings)
         report.detected = _detection_times(report.operations, scenario)
     report.violations += [f"left behind: {text}" for text in leaks.left_behind(before)]
+    report.output = output.getvalue()
     return report
 
 
@@ -189,7 +190,7 @@ def _detection_times(operations: Sequence[Operation], scenario: _Scenario) -> li
             for one in operations
             if one.outcome is Outcome.INTERRUPTED
         ]
-    if scenario.setting.fault not in ("kill", "restart"):
+    if scenario.setting.fault not in ("kill", "restart") or not scenario.hits:
         return []
     ((_, hit),) = scenario.hits
     first: dict[int, Operation] = {}

@@ -25,7 +25,7 @@ _GRACE = 5.0
 def test_scenario(fault: str, job: str, seed: int) -> None:
     report = run_scenario(fault, job, seed, _GRACE)
     assert report.operations
-    assert not report.violations, "\n".join([*report.violations, f"To try it again: {report.command}"])
+    assert not report.violations, "\n".join([*report.violations, report.output, f"To try it again: {report.command}"])
 
 
 def test_seed_decides_the_schedule() -> None:
