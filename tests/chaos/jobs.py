@@ -530,7 +530,7 @@ def begin(setting: Setting, rank: int) -> None:
 
 
 def _let_finalisers_be_interrupted() -> None:
-    """Python swallows an interrupt at the first line of a finaliser, and only tells a hook. The harness complains there."""
+    """Python swallows an interrupt at the first line of a finaliser, and tells this hook: no violation."""
     tell = sys.unraisablehook
 
     def tell_others(args: sys.UnraisableHookArgs) -> None:

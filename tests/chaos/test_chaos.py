@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from tests.chaos.report import as_json, table
 from tests.chaos.scenario import PAIRS, Report, check_operations, check_pushes, run_scenario
 
 _GRACE = 5.0
+_ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -112,3 +115,14 @@ def test_table_and_json() -> None:
     found = json.loads(as_json([good, bad]))
     assert [row["operations"] for row in found["faults"]] == [2, 1, 3]
     assert [violation["seed"] for violation in found["violations"]] == [4]
+
+
+def test_page_names_tests_that_exist() -> None:
+    page = (_ROOT / "docs/reliability.md").read_text()
+    paths = set(re.findall(r"`(tests/[\w/.]+)`", page))
+    assert paths
+    assert [path for path in sorted(paths) if not (_ROOT / path).exists()] == []
+    sources = "".join(path.read_text() for path in (_ROOT / "tests").rglob("test_*.py"))
+    names = set(re.findall(r"`(test_\w+)`", page))
+    assert names
+    assert [name for name in sorted(names) if f"def {name}(" not in sources] == []
