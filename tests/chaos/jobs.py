@@ -23,7 +23,7 @@ from torch import nn
 import farprop.autograd as dist_autograd
 import farprop.distributed  # noqa: F401 - it registers the backend
 import farprop.rpc as rpc
-from farprop.errors import OverloadedError, RpcTimeoutError
+from farprop.errors import ConnectionLostError, OverloadedError, RpcTimeoutError
 from farprop.nn.parallel import DistributedDataParallel
 from tests.chaos.faults import FAULTS
 from tests.chaos.operations import Operation, Operations
@@ -552,13 +552,17 @@ def begin_and_run(setting: Setting, rank: int, until: float) -> None:
 
 
 def finish(survivors: Sequence[int]) -> None:
-    """Go on with the survivors."""
-    _current().finish(survivors)
+    """Go on with the survivors, without an error."""
+    job = _current()
+    job.operations.expected = ()
+    job.finish(survivors)
 
 
 def end() -> Findings:
     """Leave the job, and tell all about it."""
     job = _current()
+    # A group with a size can't shut down gracefully without one of its workers, and says so.
+    job.operations.expected = (ConnectionLostError,) if job.setting.fault == "kill" else ()
     job.end()
     return job.findings()
 

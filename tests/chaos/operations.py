@@ -49,13 +49,13 @@ class Operations:
 
     Args:
         rank: The rank of the worker.
-        expected: The errors that the fault explains.
+        expected: The errors that the fault explains. They change when it is over.
     """
 
     def __init__(self, rank: int, expected: tuple[type[BaseException], ...]) -> None:
         self.done: list[Operation] = []
         self._rank = rank
-        self._expected = expected
+        self.expected = expected
         self._interruptible = False
 
     def catch_interrupts(self) -> None:
@@ -95,7 +95,7 @@ class Operations:
         except BaseException as error:
             self._interruptible = False  # no call before it, so no interrupt comes here
             failure = error
-            outcome = Outcome.ERROR if isinstance(error, self._expected) else Outcome.UNEXPECTED
+            outcome = Outcome.ERROR if isinstance(error, self.expected) else Outcome.UNEXPECTED
         ended = time.monotonic()
         detail = ""
         if outcome is Outcome.VALUE and not is_right(value):
