@@ -73,7 +73,7 @@ class Job:
 
     def seconds(self) -> float:
         """The deadline of the next operation."""
-        return self.dice.choice((_SHORT_SECONDS, _SECONDS)) if self.setting.fault == "stop" else _SECONDS
+        return self.dice.choice((_SHORT_SECONDS, _SECONDS)) if self.setting.fault in ("stop", "mixed") else _SECONDS
 
     def begin(self) -> None:
         """Join the others."""
@@ -485,7 +485,9 @@ class Ddp(Job):
             self._leave()
 
     def _leave(self) -> None:
-        self.operations.run("leave", _END_SECONDS, lambda left: dist.destroy_process_group())
+        left = self.operations.run("leave", _END_SECONDS, lambda left: dist.destroy_process_group())
+        if not left.right and dist.is_initialized():  # it was interrupted
+            self.operations.run("leave again", _END_SECONDS, lambda left: dist.destroy_process_group())
 
     def end(self) -> None:
         if dist.is_initialized():
@@ -522,7 +524,7 @@ _job: Job | None = None
 def begin(setting: Setting, rank: int) -> None:
     """Become a worker of the job."""
     global _job
-    if setting.fault == "interrupt":
+    if setting.fault in ("interrupt", "mixed"):
         _let_finalisers_be_interrupted()
     _job = JOBS[setting.job][0](setting, rank)
     _job.operations.catch_interrupts()
@@ -562,7 +564,7 @@ def end() -> Findings:
     """Leave the job, and tell all about it."""
     job = _current()
     # A group with a size can't shut down gracefully without one of its workers, and says so.
-    job.operations.expected = (ConnectionLostError,) if job.setting.fault == "kill" else ()
+    job.operations.expected = (ConnectionLostError,) if job.setting.fault in ("kill", "mixed") else ()
     job.end()
     return job.findings()
 

@@ -78,7 +78,7 @@ class _Scenario:
         self.setting = setting
         self.events = draw_events(setting.fault, setting.size, _RUN_SECONDS, random.Random(setting.seed))
         self.findings: list[Findings] = []
-        self.hits: list[tuple[int, float]] = []  # ranks, and when the fault hit them
+        self.hits: list[tuple[str, int, float]] = []  # faults, the ranks that they hit, and when
         self.stops: list[Stop] = []
         self._places = list(range(setting.size))  # the process of each rank
         self._runs: list[Handle] = []
@@ -109,15 +109,17 @@ class _Scenario:
 
     def _hit(self, job: Cluster, event: Event, until: float) -> None:
         rank, place = event.rank, self._places[event.rank]
-        self.hits.append((rank, time.monotonic()))
-        match self.setting.fault:
+        if any(fault == "kill" and dead == rank for fault, dead, _ in self.hits):
+            return
+        self.hits.append((event.fault, rank, time.monotonic()))
+        match event.fault:
             case "kill":
                 job.kill(place)
             case "stop":
                 job.signal(place, signal.SIGSTOP)
                 time.sleep(event.seconds)
                 job.signal(place, signal.SIGCONT)
-                self.stops.append((rank, self.hits[-1][1], time.monotonic()))
+                self.stops.append((rank, self.hits[-1][-1], time.monotonic()))
             case "interrupt":
                 job.signal(place, signal.SIGINT)
             case "restart":
@@ -186,13 +188,14 @@ def _detection_times(operations: Sequence[Operation], scenario: _Scenario) -> li
     """From the fault, or from the start of the failed operation if that was later, to the error."""
     if scenario.setting.fault == "interrupt":
         return [
-            min(one.ended - hit for rank, hit in scenario.hits if rank == one.rank and hit <= one.ended)
+            min(one.ended - hit for _, rank, hit in scenario.hits if rank == one.rank and hit <= one.ended)
             for one in operations
             if one.outcome is Outcome.INTERRUPTED
         ]
-    if scenario.setting.fault not in ("kill", "restart") or not scenario.hits:
+    kills = [hit for fault, _, hit in scenario.hits if fault in ("kill", "restart")]
+    if scenario.setting.fault == "mixed" or not kills:
         return []
-    ((_, hit),) = scenario.hits
+    (hit,) = kills
     first: dict[int, Operation] = {}
     for one in sorted(operations, key=lambda one: one.ended):
         if one.outcome is Outcome.ERROR and one.ended >= hit:
