@@ -18,7 +18,7 @@ from tests.chaos.faults import FAULTS, Event, draw_events
 from tests.chaos.jobs import JOBS, Findings, Setting
 from tests.chaos.operations import Operation, Outcome
 from tests.support import leaks
-from tests.support.workers import Cluster, Handle, WorkerDied, processes
+from tests.support.workers import Cluster, Handle, processes
 
 PAIRS = tuple((fault, job) for fault in FAULTS for job in JOBS if job != "ddp" or fault not in ("flood", "restart"))
 _RUN_SECONDS = 4.0
@@ -81,6 +81,7 @@ class _Scenario:
         self.hits: list[tuple[str, int, float]] = []  # faults, the ranks that they hit, and when
         self.stops: list[Stop] = []
         self._places = list(range(setting.size))  # the process of each rank
+        self._dead: set[int] = set()
         self._runs: list[Handle] = []
         self._floods: list[Handle] = []
 
@@ -99,7 +100,8 @@ class _Scenario:
                 if event.at > 0:
                     time.sleep(max(0.0, began + event.at - time.monotonic()))
                     self._hit(job, event, until)
-            survivors = [rank for rank in ranks if _has_survived(self._runs[rank])]
+            survivors = [rank for rank in ranks if rank not in self._dead]
+            _wait_for([self._runs[rank] for rank in survivors])
             self.findings += [Findings(operations) for operations in _wait_for(self._floods)]
             self._on_each(job, survivors, jobs.finish, survivors)
             self.findings += self._on_each(job, survivors, jobs.end)
@@ -109,11 +111,12 @@ class _Scenario:
 
     def _hit(self, job: Cluster, event: Event, until: float) -> None:
         rank, place = event.rank, self._places[event.rank]
-        if any(fault == "kill" and dead == rank for fault, dead, _ in self.hits):
+        if rank in self._dead:
             return
         self.hits.append((event.fault, rank, time.monotonic()))
         match event.fault:
             case "kill":
+                self._dead.add(rank)
                 job.kill(place)
             case "stop":
                 job.signal(place, signal.SIGSTOP)
@@ -136,14 +139,6 @@ class _Scenario:
 
 def _wait_for(handles: Sequence[Handle]) -> list[Any]:
     return [handle.result() for handle in handles]
-
-
-def _has_survived(run: Handle) -> bool:
-    try:
-        run.result()
-    except WorkerDied:
-        return False
-    return True
 
 
 def check_operations(report: Report, stops: Sequence[Stop], grace: float) -> None:
