@@ -6,10 +6,10 @@ SECONDS ?= 600
 RUN := .venv/bin/python
 READY := .venv/.installed
 
-.PHONY: help demo test interrupts bench bench-hosts bench-scaling bench-peers clients conformance sim fuzz lint format clean
+.PHONY: help demo test interrupts chaos bench bench-hosts bench-scaling bench-peers clients conformance sim fuzz lint format clean
 
 help:
-	@echo "make demo | test | interrupts [ONLY=program] | lint | format | bench | bench-hosts | bench-scaling | bench-peers | clients | conformance [ONLY=Class] [REQUIRED=1] | sim | fuzz [SECONDS=600] [TARGET=name] | clean"
+	@echo "make demo | test | interrupts [ONLY=program] | chaos [ONLY=kind] [SEED=n] [MINUTES=10] | lint | format | bench | bench-hosts | bench-scaling | bench-peers | clients | conformance [ONLY=Class] [REQUIRED=1] | sim | fuzz [SECONDS=600] [TARGET=name] | clean"
 
 demo: $(READY)
 	@$(RUN) examples/demo.py
@@ -19,6 +19,9 @@ test: $(READY)
 
 interrupts: $(READY)
 	@$(RUN) -m tests.interrupts $(ONLY)
+
+chaos: $(READY)
+	@$(RUN) -m tests.chaos $(if $(ONLY),--only $(ONLY)) $(if $(SEED),--seed $(SEED)) $(if $(MINUTES),--minutes $(MINUTES))
 
 bench: $(READY)
 	@$(RUN) -m bench

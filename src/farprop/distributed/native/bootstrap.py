@@ -64,7 +64,8 @@ def connect_group(store: dist.Store, rank: int, size: int, settings: Settings, t
         AuthenticationError: a rank has another secret.
     """
     deadline = time.monotonic() + timeout
-    endpoint = Endpoint(store, f"rank{rank}", rank, GROUP, settings, can_share=IS_SUPPORTED)
+    can_share = IS_SUPPORTED and _can_make_memory(arena_bytes(size))
+    endpoint = Endpoint(store, f"rank{rank}", rank, GROUP, settings, can_share)
     # Ranks share memory if they are in one network namespace, and the settings don't say that they are not.
     endpoint.dialer.net = f"{endpoint.dialer.net} {settings.host_name}"
     listeners = endpoint.listen(rendezvous.host_of(store) or os.environ.get("MASTER_ADDR") or "localhost")
@@ -90,6 +91,16 @@ def connect_group(store: dist.Store, rank: int, size: int, settings: Settings, t
         raise
     limits = {entry.rank: entry.max_message_bytes for entry in entries}
     return GroupConnections(peers, hosts, memory, wakeup_fds, limits)
+
+
+def _can_make_memory(size: int) -> bool:
+    """Whether this process may make so much shared memory. All ranks have to know before they connect."""
+    try:
+        descriptor, _ = new_shared_memory(size)
+    except OSError:
+        return False
+    os.close(descriptor)
+    return True
 
 
 def _hosts(entries: list[Entry]) -> list[list[int]]:
@@ -155,7 +166,10 @@ def _share_memory(
     others = [other for other in host if other != rank]
     size = arena_bytes(len(host))
     if rank == first:
-        descriptor, memory = new_shared_memory(size)
+        try:
+            descriptor, memory = new_shared_memory(size)
+        except OSError as error:  # it could be made a moment ago
+            raise RendezvousError(f"Rank {rank} can't make {size} bytes of shared memory: {error}") from error
         try:
             for other in others:
                 _send_descriptor(peers[other], descriptor)

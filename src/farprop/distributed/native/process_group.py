@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -85,6 +86,7 @@ class NativeProcessGroup(ProcessGroup):
         self._reductions: dict[ReduceKind, Reduction] = {}
         self._close_lock = make_lock("native_group")
         self._is_closed = False
+        self._closed = threading.Event()
         self._is_forked = False
         _open_groups.add(self)
 
@@ -299,10 +301,26 @@ class NativeProcessGroup(ProcessGroup):
 
     def shutdown(self) -> None:
         """Called by ``destroy_process_group``. Works that are not done fail, here and on the other ranks."""
+        if threading.current_thread() is not threading.main_thread():
+            self._close()
+            return
+        # In another thread, because an interrupt would leave the rest undone. It ends the wait, and nothing else.
+        closing = threading.Thread(target=self._close, name=f"farprop-destroy-rank{self.rank()}", daemon=True)
+        closing.start()
+        closing.join()
+        self._closed.wait()  # an interrupted call may have begun it
+
+    def _close(self) -> None:
         with self._close_lock:
             if self._is_closed:
                 return
             self._is_closed = True
+        try:
+            self._close_parts()
+        finally:
+            self._closed.set()
+
+    def _close_parts(self) -> None:
         if self._queue.is_busy:
             self._mesh.state.fail_local(UsageError("the group was destroyed before it was done"))
         self._queue.close()
@@ -318,7 +336,8 @@ class NativeProcessGroup(ProcessGroup):
     def abandon(self) -> None:
         """In a forked child: close the descriptors, touch nothing else. The threads are the parent's."""
         self._is_closed = self._is_forked = True
-        self._close_lock = make_lock("native_group")
+        self._close_lock, self._closed = make_lock("native_group"), threading.Event()
+        self._closed.set()
         self._mesh.abandon()
         if self._arena is not None:
             self._arena.close()
