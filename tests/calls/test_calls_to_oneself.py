@@ -36,7 +36,9 @@ def _calls_of_every_kind() -> None:
         assert got.data_ptr() != x.data_ptr()
         rpc.rpc_sync(own, f.fill, args=(x, 7.0))  # changes a copy
         assert not torch.equal(x, torch.full_like(x, 7.0))
-    assert rpc.rpc_async(own, f.later, args=(5,)).wait() == 5
+    later = rpc.rpc_async(own, f.later, args=(5,))
+    f.open_gate()
+    assert later.wait() == 5
     made = rpc.remote(own, torch.arange, args=(3,))
     assert made.rpc_sync().sum() == 3
     assert made.rpc_async().numel().wait() == 3
