@@ -138,19 +138,23 @@ class Peers:
             if newer is None or newer.instance == entry.instance:
                 raise
             return self._dial_now(name, deadline)  # another process has joined under its name
+        connection: Connection | None = None
         try:
             instances.meet(entry.rank, entry.instance)
-        except ConnectionLostError:
+            client.instance = entry.instance
+            connection = self._new_connection(stream, entry.identity, client.want_output)
+            try:
+                connection.open_fd_channel()
+            except OSError as error:
+                raise ConnectionLostError(f"Can't talk to {name} ({entry.host}, pid {entry.pid}): {error}.") from error
+            client.attach(connection)
+        except BaseException:
+            # Ctrl-C, too: an open connection that nobody knows must not stay.
+            if connection is not None:
+                self._threads.loop.remove(connection.fd)
+                connection.close()
             stream.close()
             raise
-        client.instance = entry.instance
-        connection = self._new_connection(stream, entry.identity, client.want_output)
-        try:
-            connection.open_fd_channel()
-        except OSError as error:
-            connection.close()
-            raise ConnectionLostError(f"Can't talk to {name} ({entry.host}, pid {entry.pid}): {error}.") from error
-        client.attach(connection)
         if self._fault_policy is not None:
             client.wrap(self._make_faulty)
         kept = self._keep(client)
