@@ -37,7 +37,7 @@ class Settings:
     on_failure: str = "tell"
     autograd_mode: str = "smart"
     restricted: bool = False
-    spin_microseconds: int = 1000
+    spin_microseconds: int = 2000
 
     @property
     def tls_files(self) -> tuple[str, str, str] | None:
