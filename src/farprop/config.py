@@ -56,32 +56,21 @@ class Settings:
         Raises:
             UsageError: a variable is invalid. The text names it.
         """
-        transport = env.get("FARPROP_TRANSPORT", "auto")
-        if transport not in ("auto", "tcp"):
-            raise UsageError(
-                f"FARPROP_TRANSPORT={transport!r} is not known: use 'auto' (Unix sockets and shared memory "
-                "within a host, TCP between hosts) or 'tcp' (TCP alone)."
-            )
-        mode = env.get("FARPROP_AUTOGRAD_MODE") or "smart"
-        if mode not in ("smart", "fast"):
-            raise UsageError(f"FARPROP_AUTOGRAD_MODE={mode!r} is not known: use 'smart' or 'fast'.")
-        when_full = env.get("FARPROP_WHEN_FULL") or "wait"
-        if when_full not in ("wait", "raise"):
-            raise UsageError(
-                f"FARPROP_WHEN_FULL={when_full!r} is not known: use 'wait' (calls wait for room) or 'raise' (they "
-                "raise OverloadedError)."
-            )
-        on_failure = env.get("FARPROP_ON_FAILURE") or "tell"
-        if on_failure not in ("tell", "end"):
-            raise UsageError(
-                f"FARPROP_ON_FAILURE={on_failure!r} is not known: use 'tell' (the death of a worker is told to those "
-                "who ask) or 'end' (this process ends, too)."
-            )
         return cls(
-            autograd_mode=mode,
-            on_failure=on_failure,
-            when_full=when_full,
-            transport=transport,
+            autograd_mode=_choice(env, "FARPROP_AUTOGRAD_MODE", {"smart": "", "fast": ""}),
+            on_failure=_choice(
+                env,
+                "FARPROP_ON_FAILURE",
+                {"tell": "the death of a worker is told to those who ask", "end": "this process ends, too"},
+            ),
+            when_full=_choice(
+                env, "FARPROP_WHEN_FULL", {"wait": "calls wait for room", "raise": "they raise OverloadedError"}
+            ),
+            transport=_choice(
+                env,
+                "FARPROP_TRANSPORT",
+                {"auto": "Unix sockets and shared memory within a host, TCP between hosts", "tcp": "TCP alone"},
+            ),
             interface=env.get("FARPROP_INTERFACE") or None,
             host_name=env.get("FARPROP_HOST_NAME", ""),
             port_range=_port_range(env.get("FARPROP_PORT_RANGE")),
@@ -100,6 +89,15 @@ class Settings:
             ),
             **_tls_files(env),
         )
+
+
+def _choice(env: Mapping[str, str], name: str, meanings: Mapping[str, str]) -> str:
+    """One of these values; the first one is the default."""
+    value = env.get(name) or next(iter(meanings))
+    if value not in meanings:
+        known = " or ".join(f"{text!r} ({meaning})" if meaning else repr(text) for text, meaning in meanings.items())
+        raise UsageError(f"{name}={value!r} is not known: use {known}.")
+    return value
 
 
 def _switch(env: Mapping[str, str], name: str, default: bool) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+import farprop.autograd as autograd
 import farprop.rpc as rpc
 from farprop.runtime.agent_registry import current_agent
 
@@ -216,3 +217,12 @@ class ScriptedModule(torch.nn.Module):
     @torch.jit.export
     def twice(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight * x * 2
+
+
+def gradient_through(worker: str) -> list[float]:
+    """The gradient of a product that another worker has made."""
+    weight = torch.ones(3, requires_grad=True)
+    with autograd.context() as context:
+        product = rpc.rpc_sync(worker, torch.mul, args=(weight, 2.0))
+        autograd.backward(context, [product.sum()])
+        return list(autograd.get_gradients(context)[weight].tolist())

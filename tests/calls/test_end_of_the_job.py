@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 import farprop.rpc as rpc
 from farprop.errors import ConnectionLostError
 from tests.calls import functions as f
+from tests.references.looking import wait_until
 from tests.support.workers import cluster, processes
 
 pytestmark = pytest.mark.one_transport
@@ -51,8 +51,7 @@ _blocked = threading.Event()
 
 def _block() -> None:
     _blocked.set()
-    while True:
-        time.sleep(1)
+    threading.Event().wait()
 
 
 def _is_blocked() -> None:
@@ -101,10 +100,7 @@ def _watch_leaving() -> None:
 
 
 def _has_left(worker: str) -> str:
-    deadline = time.monotonic() + 30
-    while worker not in f.noted():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: worker in f.noted())
     return str(rpc.rpc_sync("worker1", f.own_name))
 
 

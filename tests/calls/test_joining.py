@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import farprop.rpc as rpc
-from farprop import autograd
 from farprop.errors import (
     AuthenticationError,
     ConnectionLostError,
@@ -168,15 +166,6 @@ def _members() -> list[tuple[int, str]]:
     return sorted((info.id, info.name) for info in rpc.api.current_agent().get_worker_infos())
 
 
-def _train(worker: str) -> list[float]:
-    """The gradient of a product that another worker has made."""
-    weight = torch.ones(3, requires_grad=True)
-    with autograd.context() as context:
-        product = rpc.rpc_sync(worker, torch.mul, args=(weight, 2.0))
-        autograd.backward(context, [product.sum()])
-        return list(autograd.get_gradients(context)[weight].tolist())
-
-
 @pytest.mark.parametrize("way", ["auto", "tcp"])
 def test_killed_worker_comes_back(path: str, way: str) -> None:
     """Under its name and rank, as a new incarnation: what belonged to the old one is lost."""
@@ -184,7 +173,7 @@ def test_killed_worker_comes_back(path: str, way: str) -> None:
         for rank in range(2):
             assert job.run(rank, _join, path, f"worker{rank}", rank) == ""
         job.run(0, _keep_reference, "worker1")
-        assert job.run(1, _train, "worker0") == [2.0] * 3
+        assert job.run(1, f.gradient_through, "worker0") == [2.0] * 3
         job.kill(1)
         assert job.run(2, _join, path, "worker1", 1) == ""
         assert job.run(0, _members) == [(0, "worker0"), (1, "worker1")]
@@ -193,7 +182,7 @@ def test_killed_worker_comes_back(path: str, way: str) -> None:
         assert job.run(0, _use_reference).startswith("lost: worker1, which owned")
         job.run(0, _keep_reference, "worker1")
         assert job.run(0, _use_reference) == "worker1"
-        assert job.run(0, _train, "worker1") == job.run(2, _train, "worker0") == [2.0] * 3
+        assert job.run(0, f.gradient_through, "worker1") == job.run(2, f.gradient_through, "worker0") == [2.0] * 3
         _leave_all(job, 2, 0)
 
 

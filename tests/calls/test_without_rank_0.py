@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import farprop.rpc as rpc
-from farprop import autograd
 from farprop.errors import ConnectionLostError, ReferenceLostError, UsageError
 from tests.calls import functions as f
 from tests.support.workers import Cluster, processes
@@ -63,15 +62,6 @@ def _make_on(worker: str) -> rpc.RRef[Any]:
     return made
 
 
-def _train(worker: str) -> list[float]:
-    """A gradient through another worker and back."""
-    weight = torch.ones(3, requires_grad=True)
-    with autograd.context() as context:
-        product = rpc.rpc_sync(worker, torch.mul, args=(weight, 2.0))
-        autograd.backward(context, [product.sum()])
-        return list(autograd.get_gradients(context)[weight].tolist())
-
-
 def _go_on_without() -> None:
     """Calls, references and backward passes between the others work; those that need rank 0 raise."""
     # A worker that has left is unknown to those who have read the store since then.
@@ -83,7 +73,7 @@ def _go_on_without() -> None:
     assert _kept["of 2"].to_here().sum() == 3
     new = rpc.remote("worker2", torch.add, args=(torch.ones(2), 1))
     assert rpc.rpc_sync("worker2", torch.sum, args=(new.to_here(),)) == 4
-    assert _train("worker2") == [2.0] * 3
+    assert f.gradient_through("worker2") == [2.0] * 3
     _kept.clear()
 
 
@@ -102,7 +92,7 @@ def test_static_group_goes_on(meeting: str | int, how: str) -> None:
         job.run(1, _hold_references)
         _end(job, how)
         job.run(1, _go_on_without)
-        assert job.run(2, _train, "worker1") == [2.0] * 3
+        assert job.run(2, f.gradient_through, "worker1") == [2.0] * 3
         ends = [job.start(rank, _shut_down) for rank in (1, 2)]
         for end in ends:
             assert "worker0" in end.result()
@@ -131,12 +121,12 @@ def test_group_without_world_size_goes_on(meeting: str | int, how: str) -> None:
         job.run(1, _go_on_without)
         job.run(3, _join, meeting, 3, None)
         assert job.run(3, rpc.rpc_sync, "worker2", f.own_name) == "worker2"
-        assert job.run(2, _train, "worker3") == [2.0] * 3
+        assert job.run(2, f.gradient_through, "worker3") == [2.0] * 3
         job.run(2, _leave_gracefully)
         assert job.run(1, rpc.rpc_sync, "worker3", f.own_name) == "worker3"
         job.run(2, _come_back, meeting)
         assert job.run(1, rpc.rpc_sync, "worker0", f.own_name) == "worker0"
-        assert job.run(2, _train, "worker3") == [2.0] * 3
+        assert job.run(2, f.gradient_through, "worker3") == [2.0] * 3
         for process in (1, 3, 2):
             job.run(process, _leave_gracefully)
 

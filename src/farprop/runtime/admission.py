@@ -17,7 +17,6 @@ from farprop.wire.message import Message
 _log = logging.getLogger(__name__)
 
 MOST_REQUESTS = 300_000  # queued requests of one caller: more than a caller sends that keeps to its own limit
-_OVERHEAD = 1024  # memory that a request uses beside its bytes, roughly
 
 
 class AdmissionControl:
@@ -48,7 +47,7 @@ class AdmissionControl:
 
     def admit(self, connection: Connection, message: Message) -> OverloadedError | None:
         """Count a request as queued until ``begin``; returns the error to answer if it is over a limit."""
-        size = _size_of(message) if message.buffers else len(message.payload) + _OVERHEAD
+        size = message.memory
         rank = connection.rank
         with self._lock:
             count, waiting = self._counts[rank], self._bytes
@@ -69,7 +68,7 @@ class AdmissionControl:
 
     def begin(self, connection: Connection, message: Message) -> None:
         """A request leaves the queue and runs."""
-        size = _size_of(message) if message.buffers else len(message.payload) + _OVERHEAD
+        size = message.memory
         with self._lock:
             self._counts[connection.rank] -= 1
             self._bytes -= size
@@ -94,10 +93,6 @@ class AdmissionControl:
             return None
         with self._lock:  # before reading the table: another thread may be inside ``hold``
             return self._held.pop(connection, None)
-
-
-def _size_of(message: Message) -> int:
-    return len(message.payload) + _OVERHEAD + sum(map(len, message.buffers))
 
 
 class BarrierGate:

@@ -36,7 +36,6 @@ _log = logging.getLogger(__name__)
 _DEBUG = logging.DEBUG
 
 _now = time.monotonic
-_OVERHEAD = 1024  # memory that an open call uses beside the bytes of its request, at both ends, roughly
 # With more open calls than this, small requests are sent together, after a short delay at most.
 _PIPELINED = 16
 _UNCORK_SECONDS = 0.001
@@ -220,9 +219,6 @@ class ClientConnection:
         if not pooled:
             self._loop.called_from_outside = True
         left = timeout
-        size = _OVERHEAD + len(message.payload)
-        if message.buffers:
-            size += sum([buffer.nbytes for buffer in message.buffers])
         if self._connection.outbox_bytes > self._most_outbox or self._calls.bytes > self._most_in_flight:
             left = self._wait_for_room(message, pooled, timeout)
         deadline = None if left is None else _now() + left
@@ -231,7 +227,7 @@ class ClientConnection:
             with self._lock:
                 if self._lost is not None:
                     raise not_run(self._lost_error())
-                self._calls.open(call_id, call, None, size)
+                self._calls.open(call_id, call, None, message.memory)
                 if not self._is_probed:
                     self._probe_soon()
                 self._join_readers(call, pooled)
@@ -335,9 +331,6 @@ class ClientConnection:
         if not pooled:
             self._loop.called_from_outside = True
         left = timeout
-        size = _OVERHEAD + len(message.payload)
-        if message.buffers:
-            size += sum([buffer.nbytes for buffer in message.buffers])
         if self._connection.outbox_bytes > self._most_outbox or self._calls.bytes > self._most_in_flight:
             left = self._wait_for_room(message, pooled, timeout)
         deadline = None if left is None else _now() + left
@@ -345,7 +338,7 @@ class ClientConnection:
             with self._lock:
                 if self._lost is not None:
                     raise not_run(self._lost_error())
-                self._calls.open(call_id, call, deadline, size)
+                self._calls.open(call_id, call, deadline, message.memory)
                 if not self._is_probed:
                     self._probe_soon()
                 timer = self._deadline_timer

@@ -83,6 +83,7 @@ _MAX_SITE = 0xFFFF
 # number of ended contexts, whose ids follow the trace
 _AUTOGRAD = struct.Struct("<QQIIH")
 MAX_ENDED = 64
+_OVERHEAD = 1024  # memory that a request takes beside its bytes, at both ends, roughly
 _OPERATION = struct.Struct("<BHQHQB")
 
 
@@ -177,6 +178,14 @@ class Message:
         self.profile: bytes | memoryview = b""
         self.received_refs: ReceivedRefs | None = None
         self.sent = False  # True once some of its bytes may have been sent
+
+    @property
+    def memory(self) -> int:
+        """The bytes that a request takes while it waits, roughly."""
+        size = _OVERHEAD + len(self.payload)
+        if self.buffers:
+            size += sum([buffer.nbytes for buffer in self.buffers])
+        return size
 
     @property
     def is_heartbeat(self) -> bool:
