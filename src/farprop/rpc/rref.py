@@ -417,8 +417,8 @@ def _arrived(place: int) -> RRef[Any]:
     """While a message is decoded: the RRef for the reference with this number in its header."""
     item = resolve_out_of_band(place)
     agent = current_agent()
-    owner = agent.get_worker_info().id if isinstance(item, OwnedValue) else item.record.owner
-    return RRef._of(item, agent.references, agent.get_worker_info(owner).name)
+    owner = agent.get_worker_info(None if isinstance(item, OwnedValue) else item.record.owner)
+    return RRef._of(item, agent.references, owner.name)
 
 
 reference_kinds[RRef] = _arrived

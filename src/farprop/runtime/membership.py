@@ -31,9 +31,26 @@ class Membership:
         self.is_static = world_size is not None
         self.own = own
         self.joined = threading.Event()
-        self.entries: dict[str, Entry] = {}
+        self._by_rank: dict[int, Entry] = {}
+        self._infos: dict[str | int, WorkerInfo] = {}  # by name and by rank
+        self.entries = {}
         self._places: rendezvous.Places | None = None
         self._users_store: Any = None
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """The entries of the known members, by name."""
+        return self._entries
+
+    @entries.setter
+    def entries(self, entries: dict[str, Entry]) -> None:
+        by_rank: dict[int, Entry] = {}
+        infos: dict[str | int, WorkerInfo] = {}
+        for entry in entries.values():
+            by_rank.setdefault(entry.rank, entry)
+            infos[entry.name] = WorkerInfo(entry.name, entry.rank)
+            infos.setdefault(entry.rank, infos[entry.name])
+        self._entries, self._by_rank, self._infos = entries, by_rank, infos
 
     def join(self, keys: Keys, own_entry: Entry, seconds: float, look_for: rendezvous.LookFor) -> list[Entry]:
         """Join the group. In a static group this returns when all workers have joined.
@@ -82,7 +99,7 @@ class Membership:
         """The entry of the worker with this name or rank; None if it is not known."""
         if isinstance(worker, str):
             return self.entries.get(worker)
-        return next((entry for entry in self.entries.values() if entry.rank == worker), None)
+        return self._by_rank.get(worker)
 
     def name_of(self, rank: int) -> str:
         """The name of the worker with this rank; a placeholder if it is not known."""
@@ -99,18 +116,18 @@ class Membership:
 
     def info(self, worker: str | int) -> WorkerInfo:
         """The info of the worker with this name or rank; raises ``UsageError`` if there is none."""
-        found = self.find(worker)
+        found = self._infos.get(worker)
         if found is None and not self.joined.is_set():
             # A peer may finish joining a moment before this worker, and call a function that asks for workers.
             self.joined.wait(_JOIN_SECONDS)
-            found = self.find(worker)
+            found = self._infos.get(worker)
         if found is None and not self.is_static:
             self.refresh()
-            found = self.find(worker)
+            found = self._infos.get(worker)
         if found is None:
             known = ", ".join(sorted(self.entries))
             raise UsageError(f"{self.own.name} could not find destination {worker!r}. Workers of this job: {known}.")
-        return WorkerInfo(found.name, found.rank)
+        return found
 
     def refresh(self) -> None:
         """Read the members from the store, in a dynamic group. If the store is gone, the known members stay."""
@@ -144,7 +161,7 @@ class Membership:
 
     def infos(self) -> list[WorkerInfo]:
         self.refresh()
-        return [WorkerInfo(entry.name, entry.rank) for entry in self.entries.values()]
+        return [info for key, info in self._infos.items() if isinstance(key, str)]
 
     def check(self, peer: Identity) -> None:
         """Raise if an authenticated peer is not in this group. Before this worker has joined, every peer passes."""
