@@ -27,6 +27,7 @@ from farprop.runtime.sync import OneShot, Waker
 _log = logging.getLogger(__name__)
 
 STALL = 0.001  # seconds after which a leader that runs something is replaced
+_LONGEST_TICK = 0.005  # seconds between two looks of the watcher while nothing stalls
 _WATCH_TICKS = 20  # ticks without anything running after which the watcher goes to sleep
 _MAX_ANSWERING = 32  # threads that run callbacks of futures at once
 _MAX_THREADS = 2000
@@ -347,7 +348,9 @@ class ThreadPool:
 class _Watcher:
     """A thread that looks at the time while the leader runs something. When nothing runs it sleeps.
 
-    Its fields are under the pool's lock.
+    Each look takes the interpreter's lock from a thread that works. So the watcher looks less and less often while
+    nothing stalls: most functions take as long as the last time, and the server knows those that are slow. Its fields
+    are under the pool's lock.
     """
 
     def __init__(self, pool: ThreadPool) -> None:
@@ -376,8 +379,10 @@ class _Watcher:
         while not pool._closed:
             self._waker.wait()
             quiet = 0
+            tick = STALL
             while quiet <= _WATCH_TICKS and not pool._closed:
-                self._waker.wait(timeout=STALL)
+                self._waker.wait(timeout=tick)
+                tick = min(2 * tick, _LONGEST_TICK)
                 stalled = False
                 with pool._lock:
                     since = self.running_since
@@ -389,6 +394,7 @@ class _Watcher:
                         if _now() - since > STALL:
                             pool._hand_over_polling()
                             stalled = True
+                            tick = STALL
                 if stalled:
                     pool.loop.on_pause()
 
