@@ -688,7 +688,7 @@ def test_invalid_transition_of_a_value_raises(state: Value, event: ValueEvent) -
 
 
 def test_every_state_can_be_reached() -> None:
-    assert {User.CREATING, User.ARRIVED, *USER_TABLE.values()} == set(User)
+    assert {User.CREATING, User.BORROWED, *USER_TABLE.values()} == set(User)
     assert {Value.AWAITED, *VALUE_TABLE.values()} == set(Value)
 
 
