@@ -33,7 +33,7 @@ def updated(page: str) -> str:
 def _diagrams() -> str:
     parts = [
         "### A reference at its user\n",
-        _draw(USER_TABLE, (User.CREATING, User.ARRIVED, User.CONFIRMED)),
+        _draw(USER_TABLE, (User.CREATING, User.BORROWED, User.ARRIVED, User.CONFIRMED)),
         _explain("state", User),
         _explain("event", UserEvent),
         "### A value at its owner\n",

@@ -44,8 +44,10 @@ def messages() -> Target:
     from farprop.errors import ProtocolError
     from farprop.protocol.backward import WHOLE
     from farprop.wire.message import (
+        ANSWER,
         CONTEXT,
         MAX_ENDED,
+        REQUEST,
         GradientAnswer,
         Message,
         PassHead,
@@ -54,9 +56,9 @@ def messages() -> Target:
     )
 
     def heads(data: bytes) -> None:
-        message = Message(data[1:], [], flags=data[0] if data else 0)
+        message = Message(data[2:], [], flags=data[0] if data else 0, kind=ANSWER if data[1:2] > b"\x7f" else REQUEST)
         message.parse_heads()
-        assert len(message.refs) <= len(data)
+        assert len(message.refs) + len(message.returned) <= len(data)
         assert len(message.payload) <= len(data)
 
     def context(data: bytes) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from farprop.ids import GlobalId
 from farprop.protocol.references.records import Fork
-from farprop.wire.message import ANSWER, CONTEXT, FAILURE, FAST, NOTICE, PROFILED, REFS, REMOTE, REQUEST, SYSTEM
+from farprop.wire.message import ANSWER, CONTEXT, FAILURE, FAST, NOTICE, PROFILED, REFS, REMOTE, REQUEST, RETURNS, SYSTEM
 from tests.security.raw import memory, proven, serves
 from tests.support.raw_messages import pack, pack_fork, pack_forks
 from tests.support.workers import cluster
@@ -23,6 +23,7 @@ def _random_message(chance: random.Random) -> bytes:
     flags = 0
     for flag in (SYSTEM, PROFILED, FAST, REFS, REMOTE, CONTEXT):
         flags |= flag * (chance.random() < 0.3)
+    flags |= RETURNS * (chance.random() < 0.03)  # no worker sends that in a request
     meta = b""
     if flags & REFS and chance.random() < 0.7:
         # Owned by the worker itself, by worker 1 (the identity that we use), and by nobody.

@@ -23,7 +23,7 @@ from farprop.protocol.backward import ALL, PassId
 from farprop.protocol.references.records import Fork
 from farprop.rpc.restricted import _INTERNAL
 from farprop.runtime.agent_registry import current_agent
-from farprop.wire.message import CONTEXT, FAILURE, FAST, PROFILED, REFS, REMOTE, SYSTEM, Message, Method, PassHead
+from farprop.wire.message import CONTEXT, FAILURE, FAST, PROFILED, REFS, REMOTE, RETURNS, SYSTEM, Message, Method, PassHead
 from tests.security import functions as f
 from tests.support.raw_messages import RawMessage, pack_fork, pack_forks
 from tests.support.workers import Cluster, cluster
@@ -416,7 +416,7 @@ def _gradient_of_weigh() -> list[float]:
 
 def _answer_with_garbage(seed: int, heads: bool) -> None:
     chance = random.Random(seed)
-    flags = (0, FAST, REFS, CONTEXT, REFS | CONTEXT) if heads else (0, FAST)
+    flags = (0, FAST, REFS, CONTEXT, REFS | CONTEXT, RETURNS, REFS | RETURNS) if heads else (0, FAST)
 
     def garbage(*_: Any) -> Message:
         whole = chance.choice((chance.randbytes(40), pickle.dumps(Bomb("/nonexistent/x"), 5), *_bad_data()))

@@ -36,7 +36,7 @@ def every_step(world: World) -> None:
 def _has_its_value(world: World, worker: Worker, reference: UserReference) -> None:
     """The owner lists a confirmed reference, and has the value of one that it will list."""
     found = world.workers[reference.owner].state.owned.get(reference.rref)
-    arrived = reference.state is User.ARRIVED or reference.state is User.ARRIVED_DROPPED
+    arrived = reference.state in (User.BORROWED, User.ARRIVED, User.ARRIVED_DROPPED)
     if found is not None and (arrived or reference.fork in found.forks):
         return
     if reference.state is User.VOID or world.ledger.is_dead_to(worker.rank, reference.owner):
@@ -128,8 +128,6 @@ def at_rest(world: World) -> None:
     for worker in world.live():
         machine = worker.state
         who = f"at rest, worker {worker.rank}"
-        if worker.waiting:
-            raise Violation(f"{who} has functions that wait for their arguments")
         if not machine.settled or machine.passed:
             raise Violation(f"{who} is not settled: {machine.counts()}")
         for reference in machine.users.values():

@@ -18,18 +18,20 @@ from farprop.protocol.references.owner_side import OwnerSide
 from farprop.protocol.references.records import (
     Fork,
     OwnedValue,
+    ReturnedFork,
     User,
     UserEvent,
     UserReference,
     Value,
 )
+from farprop.protocol.references.state_machine import RRefStateMachine
 from farprop.protocol.references.user_side import UserSide
 from tests.simulation.harness import MUTANTS, mutant, mutated
 
 __all__ = ["MUTANTS", "mutated"]
 
 _arrive, _fork, _release = ForksInTransit.arrive, ForksInTransit.fork, ForksInTransit.release
-_revoke, _transit_on_death = ForksInTransit.revoke, ForksInTransit.on_death
+_revoke, _lend = ForksInTransit.revoke, ForksInTransit.lend
 _forget = ReliableSender.forget
 _come_home, _find_or_await, _forgo = OwnerSide.come_home, OwnerSide._find_or_await, OwnerSide.forgo
 _recall, _owner_on_death, _borrow = OwnerSide.recall, OwnerSide.on_death, OwnerSide.borrow
@@ -38,6 +40,7 @@ _release_if_free, _on_registered, _release_parent = (
     UserSide.on_registered,
     UserSide._release_parent,
 )
+_give_back, _drop, _users_on_death = UserSide.give_back, UserSide.drop, UserSide.on_death
 
 
 # Batches
@@ -79,18 +82,18 @@ def batches_grow(self: ReliableSender) -> Batch | None:
 
 
 @mutant(ForksInTransit, "arrive")
-def confirmed_on_arrival(self: ForksInTransit, fork: Fork, sender: int) -> UserReference | OwnedValue:
+def confirmed_on_arrival(self: ForksInTransit, fork: Fork, sender: int, borrow: bool) -> UserReference | OwnedValue:
     """A reference from another user is taken for listed before the owner has said so."""
-    thing = _arrive(self, fork, sender)
+    thing = _arrive(self, fork, sender, borrow)
     if isinstance(thing, UserReference) and thing.state is User.ARRIVED:
         self._users.move(thing, UserEvent.REGISTERED)
     return thing
 
 
 @mutant(ForksInTransit, "arrive")
-def accepted_on_arrival(self: ForksInTransit, fork: Fork, sender: int) -> UserReference | OwnedValue:
+def accepted_on_arrival(self: ForksInTransit, fork: Fork, sender: int, borrow: bool) -> UserReference | OwnedValue:
     """The parent is told that it may release its reference before the owner lists the child."""
-    thing = _arrive(self, fork, sender)
+    thing = _arrive(self, fork, sender, borrow)
     if thing.state is User.ARRIVED:
         self._plane.post(sender, Operation(OperationKind.ACCEPT, fork.rref, fork.fork))
     return thing
@@ -161,6 +164,91 @@ def never_awaited(self: OwnerSide, rref: GlobalId, exists: bool) -> OwnedValue |
 def awaited_never_accepted(self: OwnerSide, value: OwnedValue) -> None:
     """Forks that reached the owner before the value are not accepted when it is made."""
     value.accepts = {}
+
+
+# Borrowing
+
+
+@mutant(UserSide, "give_back")
+def given_back_too_early(self: UserSide, reference: UserReference) -> ReturnedFork | None:
+    """A borrowed reference is given back although forks made from it depend on it."""
+    children, reference.children = reference.children, set()
+    returned = _give_back(self, reference)
+    reference.children = children
+    return returned
+
+
+@mutant(UserSide, "drop")
+def dropped_too_early(self: UserSide, reference: UserReference) -> None:
+    """A borrowed reference that was passed on is dropped without being listed."""
+    children, reference.children = reference.children, set()
+    _drop(self, reference)
+    reference.children = children
+
+
+@mutant(UserSide, "drop")
+def return_forgotten(self: UserSide, reference: UserReference) -> None:
+    """The sender of a borrowed reference is not told of its end if no answer can do so."""
+    if reference.state is User.BORROWED and not reference.children:
+        self.move(reference, UserEvent.DROP)
+    else:
+        _drop(self, reference)
+
+
+@mutant(UserSide, "keep")
+def kept_without_registering(self: UserSide, reference: UserReference) -> None:
+    """The owner is not asked to list a borrowed reference that outlives its call."""
+    if reference.state is User.BORROWED:
+        self.move(reference, UserEvent.KEPT)
+
+
+@mutant(UserSide, "keep")
+def kept_for_granted(self: UserSide, reference: UserReference) -> None:
+    """A borrowed reference that outlives its call is taken for listed, whoever sent it."""
+    if reference.state is User.BORROWED:
+        self.move(reference, UserEvent.KEPT)
+        self.move(reference, UserEvent.REGISTERED)
+
+
+@mutant(ForksInTransit, "on_returned")
+def returned_is_listed(self: ForksInTransit, receiver: int, fork: GlobalId, orphans: bool) -> None:
+    """The owner goes on listing a fork that is given back."""
+    self.on_accept(fork, orphans)
+
+
+@mutant(ForksInTransit, "revoke")
+def borrowed_beyond_a_break(self: ForksInTransit, rref: GlobalId, fork: GlobalId) -> bool:
+    """A borrowed reference waits for the answer of its call although the connection is broken."""
+    return fork in self._users.references or _revoke(self, rref, fork)
+
+
+@mutant(UserSide, "on_death")
+def borrowed_from_the_dead(self: UserSide, peer: int) -> None:
+    """A reference that a dead worker lent is not registered."""
+    for reference in [r for r in self.references.values() if r.owner == peer and r.state is not User.VOID]:
+        self.move(reference, UserEvent.OWNER_DIED)
+
+
+@mutant(UserSide, "on_death")
+def borrowed_void_not_accepted(self: UserSide, peer: int) -> None:
+    """A parent is not told when the owner of a borrowed reference dies."""
+    for reference in self.references.values():
+        if reference.owner == peer and reference.state is User.BORROWED:
+            reference.move(UserEvent.OWNER_DIED)
+    _users_on_death(self, peer)
+
+
+@mutant(RRefStateMachine, "not_returned")
+def unsent_return_forgotten(self: RRefStateMachine, peer: int, forks: list[ReturnedFork]) -> None:
+    """Forks in an answer that was not sent are not given back otherwise."""
+
+
+@mutant(ForksInTransit, "lend")
+def borrowed_lent_on(self: ForksInTransit, source: UserReference | OwnedValue, to: int) -> Fork | None:
+    """A borrowed reference that the owner does not list is lent to the owner."""
+    if isinstance(source, UserReference) and source.owner == to and source.state is User.BORROWED:
+        return Fork(source.owner, source.rref, source.fork, exists=True, lent=True)
+    return _lend(self, source, to)
 
 
 # Calls without answers, and lost messages

@@ -7,10 +7,11 @@ each other, as when many threads handle them. Batches and replies may be lost or
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from farprop.protocol.references.control_plane import Batch, ControlReply
-from farprop.protocol.references.records import Fork, UserReference
+from farprop.protocol.references.records import Fork, ReturnedFork, UserReference
 from tests.simulation.ledger import show
 
 if TYPE_CHECKING:
@@ -52,14 +53,22 @@ class Call:
 class Message:
     """A call or an answer on its way."""
 
-    __slots__ = ("call", "connection", "forks", "kind", "not_before", "number", "source", "target")
+    __slots__ = ("call", "connection", "forks", "kind", "not_before", "number", "returned", "source", "target")
 
     def __init__(
-        self, kind: str, call: Call, forks: list[Fork], source: int, target: int, connection: Connection | None
+        self,
+        kind: str,
+        call: Call,
+        forks: list[Fork],
+        source: int,
+        target: int,
+        connection: Connection | None,
+        returned: Sequence[ReturnedFork] = (),
     ) -> None:
         self.kind = kind
         self.call = call
         self.forks = forks
+        self.returned = returned  # borrowed forks that an answer gives back
         self.source = source
         self.target = target
         self.connection = connection  # None for messages of a worker to itself
@@ -72,7 +81,8 @@ class Message:
         return self.kind == "calls" and self.call.certain
 
     def __str__(self) -> str:
-        return f"{self.kind[:-1]} {self.call} with {show(self.forks)}"
+        returns = f", returns {[show(returned.fork) for returned in self.returned]}" if self.returned else ""
+        return f"{self.kind[:-1]} {self.call} with {show(self.forks)}{returns}"
 
 
 class Network:
@@ -95,6 +105,7 @@ class Network:
     def send(self, message: Message) -> None:
         self.world.counts[message.kind] += 1
         self.world.counts["forks"] += len(message.forks)
+        self.world.counts["returned"] += len(message.returned)
         self.world.trace("%d -> %d: %s", message.source, message.target, message)
         if message.connection is not None and message.connection.broken and not message.certain:
             self.world.trace("    lost: its connection is broken already")

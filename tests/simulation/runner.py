@@ -33,8 +33,8 @@ KINDS = {
         "Remote references",
         world.run,
         {
-            "messages": ("calls", "answers", "forks", "batches", "replies"),
-            "operations": ("REGISTER", "ACCEPT", "DELETE", "FORGO", "REVOKE", "RECALL"),
+            "messages": ("calls", "answers", "forks", "returned", "batches", "replies"),
+            "operations": ("REGISTER", "ACCEPT", "RETURN", "DELETE", "FORGO", "REVOKE", "RECALL"),
         },
         (
             "lost messages",

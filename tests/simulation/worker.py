@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from farprop.protocol.references.control_plane import Batch, ControlReply
-from farprop.protocol.references.records import USABLE, Fork, InstructionKind, OwnedValue, User, UserReference
+from farprop.protocol.references.records import (
+    DROPPABLE,
+    USABLE,
+    Fork,
+    InstructionKind,
+    OwnedValue,
+    ReturnedFork,
+    User,
+    UserReference,
+)
 from farprop.protocol.references.state_machine import RRefStateMachine
 from tests.simulation import checks, program
 from tests.simulation.ledger import ForkHistory, ValueHistory
@@ -22,15 +31,22 @@ BROKEN = object()  # in the slot of a value that will never be made
 class Task:
     """A function that was called, and the references in its arguments."""
 
-    __slots__ = ("arguments", "call", "history")
+    __slots__ = ("arguments", "borrowed", "call", "history")
 
-    def __init__(self, call: Call, arguments: list[UserReference | OwnedValue], history: ValueHistory | None) -> None:
+    def __init__(
+        self,
+        call: Call,
+        arguments: list[UserReference | OwnedValue],
+        borrowed: list[UserReference],
+        history: ValueHistory | None,
+    ) -> None:
         self.call = call
         self.arguments = arguments
+        self.borrowed = borrowed  # what came with the call, wherever it is now
         self.history = history  # of the value that it makes
 
-    def any_in(self, state: User) -> bool:
-        return any(isinstance(a, UserReference) and a.state is state for a in self.arguments)
+    def any_void(self) -> bool:
+        return any(isinstance(a, UserReference) and a.state is User.VOID for a in self.arguments)
 
 
 class Worker:
@@ -44,7 +60,7 @@ class Worker:
         self.held: list[UserReference | OwnedValue] = []  # what the program can reach, besides arguments
         self.calls: list[Call] = []  # without an answer
         self.tasks: list[Task] = []  # not finished
-        self.waiting: list[Task] = []  # tasks that wait until owners list the references in their arguments
+        self.dropped: set[UserReference] = set()  # borrowed references that the program has dropped
         self.connections: dict[int, Connection] = {}
         self._dropped_while_lent: list[UserReference] = []
         self._sent: dict[int, Batch] = {}  # the batch in flight to each worker, or the last one
@@ -101,6 +117,8 @@ class Worker:
         if isinstance(thing, UserReference):
             if self._is_lent(thing):
                 self._dropped_while_lent.append(thing)
+            elif thing.state is User.BORROWED and self.world.rng.random() < 0.8:
+                self.dropped.add(thing)  # the answer of the call tells it
             else:
                 self.machine.drop(thing)
 
@@ -177,7 +195,7 @@ class Worker:
         for reference in call.lent:
             if reference in self._dropped_while_lent and not self._is_lent(reference):
                 self._dropped_while_lent.remove(reference)
-                self.machine.drop(reference)
+                self.drop(reference)
 
     def _recall(self, reference: UserReference) -> None:
         self.world.ledger.values[reference.rref].recalled = True
@@ -215,7 +233,10 @@ class Worker:
 
     def receive(self, message: Message) -> None:
         call = message.call
-        things = [self._arrive(fork, message.source, call) for fork in message.forks]
+        if message.returned:
+            self.machine.returned(message.source, message.returned)
+        borrow = message.kind == "calls" and self.world.rng.random() < 0.8
+        things = [self._arrive(fork, message.source, call, borrow) for fork in message.forks]
         if message.kind == "calls":
             self._receive_call(call, things)
         elif not call.open:
@@ -228,8 +249,8 @@ class Worker:
                 self.machine.made(call.reference)
             program.hand_over(self, things)
 
-    def _arrive(self, fork: Fork, sender: int, call: Call) -> UserReference | OwnedValue:
-        thing = self.machine.arrive(fork, sender)
+    def _arrive(self, fork: Fork, sender: int, call: Call, borrow: bool) -> UserReference | OwnedValue:
+        thing = self.machine.arrive(fork, sender, borrow)
         if isinstance(thing, UserReference) and thing.state is User.VOID:
             if fork.lent:
                 checks.void_lent(self, thing, call)
@@ -240,6 +261,7 @@ class Worker:
     def _receive_call(self, call: Call, things: list[UserReference | OwnedValue]) -> None:
         rng = self.world.rng
         history = None
+        borrowed = [t for t in things if isinstance(t, UserReference) and t.state is User.BORROWED]
         if call.reference is not None:
             history = self.world.ledger.values[call.reference.rref]
             history.came = True
@@ -249,49 +271,79 @@ class Worker:
                 history.refused = True
                 for thing in things:
                     self.drop(thing)
+                self._end_borrowing(borrowed)
                 return
             checks.made(self, value)
             if rng.random() < 0.2:
                 self.held.append(value)
         if rng.random() < 0.6:
-            # The program gets them before the owners list them, as with references in answers.
+            # The function stores them, and the program may use them before the call has ended.
             program.hand_over(self, things)
             things = []
-        task = Task(call, things, history)
+        task = Task(call, things, borrowed, history)
         self.tasks.append(task)
-        self.world.clock.after(rng.uniform(0.0, 0.1), self._start, task)
+        self.world.clock.after(rng.choice((rng.uniform(0.0, 0.1), rng.uniform(0.1, 1.0))), self._finish, task)
+        if rng.random() < 0.5:
+            self.world.clock.after(rng.uniform(0.0, 0.5), self._end_borrowing, borrowed)  # calls may take long
 
-    def _start(self, task: Task) -> None:
+    def _finish(self, task: Task) -> None:
+        """The function returns."""
         if self.crashed:
             return
-        if task.any_in(User.ARRIVED):
-            self.waiting.append(task)
-            return
-        if not task.any_in(User.VOID) and task.history is not None:
+        if not task.any_void() and task.history is not None:
             checks.runs(task.history)
-        self._answer(task.call)
         self.tasks.remove(task)
         for thing in task.arguments:
             if self.world.rng.random() < 0.5:
                 self.held.append(thing)
             else:
                 self.drop(thing)
+        self._answer(task.call, task.borrowed)
 
-    def _answer(self, call: Call) -> None:
+    def _answer(self, call: Call, borrowed: list[UserReference]) -> None:
         rng = self.world.rng
         to = call.caller
         if to in self.state.dead:
+            self._end_borrowing(borrowed)
             return
         things = self.passable()
         chosen = rng.sample(things, min(len(things), rng.choice((0, 0, 0, 1))))
         forks = [self.fork(thing, to, call.connection) for thing in chosen]
-        if call.connection is None or self.rank not in call.connection.heard:
-            self.world.network.send(Message("answers", call, forks, self.rank, to, call.connection))
-        elif rng.random() < 0.5:
+        returned = [back for back in map(self._give_back, borrowed) if back is not None]
+        self._end_borrowing(borrowed)
+        if rng.random() < self.world.faults.unsent:
+            # The answer is too large, and a failure is sent in its place.
             self._undelivered(forks)
+            self.machine.not_returned(to, returned)
+            forks, returned = [], []
+        if call.connection is None or self.rank not in call.connection.heard:
+            self.world.network.send(Message("answers", call, forks, self.rank, to, call.connection, returned))
         else:
-            # A runtime that does not know whether an answer was sent reports that it may be lost.
-            self._lose_route(call.connection)
+            self.machine.not_returned(to, returned)
+            if rng.random() < 0.5:
+                self._undelivered(forks)
+            else:
+                # A runtime that does not know whether an answer was sent reports that it may be lost.
+                self._lose_route(call.connection)
+
+    def _give_back(self, reference: UserReference) -> ReturnedFork | None:
+        """What an answer says of a borrowed reference that the program has dropped."""
+        returned = self.machine.give_back(reference) if reference in self.dropped else None
+        if returned is not None:
+            self.dropped.remove(reference)
+        return returned
+
+    def _end_borrowing(self, borrowed: list[UserReference]) -> None:
+        """A call that brought these references has ended, or takes long: those that the program has are kept."""
+        if self.crashed:
+            return
+        for reference in borrowed:
+            if reference in self.dropped:
+                self.dropped.remove(reference)
+                if reference.state in DROPPABLE:
+                    self.machine.drop(reference)
+            elif reference.state is User.BORROWED:
+                self.machine.keep(reference)
 
     def take(self, peer: int, content: Batch | ControlReply) -> None:
         if isinstance(content, ControlReply):
@@ -316,16 +368,9 @@ class Worker:
                     self.world.clock.after(LATER, self._send_batch, subject)
                 elif kind is InstructionKind.VOID:
                     checks.void(self, subject)
-                elif kind is InstructionKind.SETTLED:
-                    self._wake()
                 elif kind is InstructionKind.BROKEN:
                     subject.slot = BROKEN
                     checks.broken(self, subject)
-
-    def _wake(self) -> None:
-        for task in [task for task in self.waiting if not task.any_in(User.ARRIVED)]:
-            self.waiting.remove(task)
-            self.world.clock.after(0.001, self._start, task)
 
     def _send_batch(self, peer: int) -> None:
         batch = None if self.crashed else self.state.outgoing(peer)

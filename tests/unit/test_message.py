@@ -12,19 +12,22 @@ from farprop.errors import ProtocolError
 from farprop.ids import GlobalId
 from farprop.protocol.backward import ALL, NONE, WHOLE, Credit, CreditShare, PassId
 from farprop.protocol.references.control_plane import Operation, OperationKind
-from farprop.protocol.references.records import Fork
+from farprop.protocol.references.records import Fork, ReturnedFork
 from farprop.wire.frames import FrameReader
 from farprop.wire.message import (
+    ALL_FLAGS,
     ANSWER,
     CONTEXT,
     FAST,
     HEADS,
     MAX_ENDED,
     MAX_SECONDS,
+    NOTICE,
     PROFILED,
     REFS,
     REMOTE,
     REQUEST,
+    RETURNS,
     SYSTEM,
     AutogradHead,
     Creation,
@@ -70,6 +73,7 @@ def received(data: bytes) -> Message:
     creation=st.none() | st.builds(Creation, forks, st.binary(max_size=50)),
     autograd=st.none() | autograd_heads,
     profile=st.none() | st.binary(max_size=50),
+    returned=st.none() | st.lists(st.builds(ReturnedFork, ids, st.booleans()), max_size=5),
     payload=st.binary(max_size=50),
     kind=st.sampled_from([REQUEST, ANSWER]),
     other_flags=st.sampled_from([0, FAST, SYSTEM, FAST | SYSTEM]),
@@ -80,6 +84,7 @@ def test_heads_round_trip(
     creation: Creation | None,
     autograd: AutogradHead | None,
     profile: bytes | None,
+    returned: list[ReturnedFork] | None,
     payload: bytes,
     kind: int,
     other_flags: int,
@@ -89,18 +94,22 @@ def test_heads_round_trip(
     for flag, head in ((REFS, refs), (REMOTE, creation), (CONTEXT, autograd), (PROFILED, profile)):
         sent.flags |= flag if head is not None else 0
     sent.refs, sent.creation, sent.autograd, sent.profile = refs or (), creation, autograd, profile or b""
+    if returned is not None and kind == ANSWER:
+        sent.flags |= RETURNS
+        sent.returned = returned
     got = received(sent.pack())
     for field in ("kind", "flags", "call_id", "seconds", "name", "creation", "autograd"):
         assert getattr(got, field) == getattr(sent, field), field
     assert list(got.refs) == list(sent.refs)
+    assert list(got.returned) == list(sent.returned)
     assert bytes(got.profile) == sent.profile
     assert bytes(got.payload) == payload
 
 
 @settings(max_examples=500, deadline=None)
-@given(flags=st.integers(0, 127), body=st.binary(max_size=200))
-def test_garbage_heads_parse_or_are_a_protocol_error(flags: int, body: bytes) -> None:
-    message = Message(body, [], flags=flags)
+@given(flags=st.integers(0, ALL_FLAGS), kind=st.sampled_from([REQUEST, ANSWER]), body=st.binary(max_size=200))
+def test_garbage_heads_parse_or_are_a_protocol_error(flags: int, kind: int, body: bytes) -> None:
+    message = Message(body, [], flags=flags, kind=kind)
     try:
         message.parse_heads()
     except ProtocolError:
@@ -108,6 +117,7 @@ def test_garbage_heads_parse_or_are_a_protocol_error(flags: int, body: bytes) ->
     else:
         assert len(message.payload) <= len(body)
         assert len(message.refs) <= len(body)
+        assert len(message.returned) <= len(body)
 
 
 @pytest.mark.parametrize("cut", [1, 22, 23])
@@ -117,6 +127,22 @@ def test_truncated_references_are_a_protocol_error(cut: int) -> None:
     whole = message.pack()[-27:]
     message = Message(whole[:-cut], [], flags=REFS)
     with pytest.raises(ProtocolError, match="too short"):
+        message.parse_heads()
+
+
+@pytest.mark.parametrize("cut", [1, 11, 12])
+def test_truncated_returns_are_a_protocol_error(cut: int) -> None:
+    message = Message(b"", [], flags=RETURNS, kind=ANSWER)
+    message.returned = [ReturnedFork(GlobalId(4, 5), orphans=False)]
+    message = Message(message.pack()[-15:-cut], [], flags=RETURNS, kind=ANSWER)
+    with pytest.raises(ProtocolError, match="too short"):
+        message.parse_heads()
+
+
+@pytest.mark.parametrize("kind", [REQUEST, NOTICE])
+def test_only_answers_give_references_back(kind: int) -> None:
+    message = Message(bytes(4), [], flags=RETURNS, kind=kind)
+    with pytest.raises(ProtocolError, match="no answer"):
         message.parse_heads()
 
 

@@ -20,6 +20,7 @@ from farprop.protocol.references.records import (
     InstructionKind,
     InvalidTransition,
     OwnedValue,
+    ReturnedFork,
     User,
     UserEvent,
     UserReference,
@@ -669,6 +670,183 @@ def test_counts_and_concerned_workers(job: Job) -> None:
     assert value.forks
 
 
+# Borrowed references
+
+
+def lend(job: Job, source: UserReference | OwnedValue, sender: int, to: int) -> UserReference:
+    """Send a reference in a request."""
+    return as_user_reference(job[to].arrive(job[sender].fork(source, to, ROUTE), sender, borrow=True))
+
+
+def give_back(job: Job, reference: UserReference, holder: int, to: int) -> None:
+    returned = job[holder].give_back(reference)
+    assert returned is not None
+    job[to].returned(holder, [returned])
+
+
+def test_borrowed_from_a_user_and_given_back(job: Job) -> None:
+    parent, value = job.create()
+    child = lend(job, parent, ANN, BOB)
+    assert child.state is User.BORROWED
+    job[ANN].drop(parent)
+    assert not job.exchange(), "the parent is held, and nobody is told anything"
+    assert value.forks == {parent.fork: ANN}
+    give_back(job, child, BOB, ANN)
+    assert job.exchange() == [OperationKind.DELETE]
+    job.assert_nothing_left()
+
+
+def test_borrowed_from_the_owner_and_given_back(job: Job) -> None:
+    value = job[OWNER].own()
+    child = lend(job, value, OWNER, ANN)
+    assert value.forks == {child.fork: ANN}
+    give_back(job, child, ANN, OWNER)
+    assert value.state is Value.FREED
+    assert not job.exchange()
+    job.assert_nothing_left()
+
+
+def test_borrowed_and_kept(job: Job) -> None:
+    parent, value = job.create()
+    child = lend(job, parent, ANN, BOB)
+    job[BOB].keep(child)
+    assert child.state is User.ARRIVED
+    assert job[BOB].give_back(child) is None
+    job[BOB].keep(child)  # again: the first time may have been interrupted
+    assert job.exchange() == [OperationKind.REGISTER, OperationKind.REGISTER, OperationKind.ACCEPT]
+    assert value.forks == {parent.fork: ANN, child.fork: BOB}
+    job[ANN].drop(parent)
+    job[BOB].drop(child)
+    job.exchange()
+    job.assert_nothing_left()
+
+
+def test_borrowed_from_the_owner_and_kept(job: Job) -> None:
+    value = job[OWNER].own()
+    child = lend(job, value, OWNER, ANN)
+    job[ANN].keep(child)
+    assert child.state is User.CONFIRMED
+    assert job.exchange() == [OperationKind.ACCEPT]
+    job[ANN].drop(child)
+    assert job.exchange() == [OperationKind.DELETE]
+    job.assert_nothing_left()
+
+
+@pytest.mark.parametrize("from_owner", [False, True])
+def test_borrowed_and_dropped_without_an_answer(job: Job, from_owner: bool) -> None:
+    parent, value = job.create()
+    child = lend(job, value, OWNER, BOB) if from_owner else lend(job, parent, ANN, BOB)
+    job[BOB].drop(child)
+    assert job.exchange() == [OperationKind.RETURN]
+    assert value.forks == {parent.fork: ANN}
+    assert job[OWNER].settled
+    assert job[ANN].settled
+
+
+def test_borrowed_and_not_returned_with_the_answer(job: Job) -> None:
+    parent, _ = job.create()
+    child = lend(job, parent, ANN, BOB)
+    returned = job[BOB].give_back(child)
+    assert returned is not None
+    job[BOB].not_returned(ANN, [returned])
+    assert job.exchange() == [OperationKind.RETURN]
+    job[ANN].returned(BOB, [returned])  # the answer arrived after all
+    assert not parent.children
+    assert job[ANN].settled
+
+
+def test_only_the_receiver_can_return_a_fork(job: Job) -> None:
+    parent, _ = job.create()
+    child = lend(job, parent, ANN, BOB)
+    forged = ReturnedFork(child.fork, orphans=False)
+    job[ANN].returned(EVE, [forged, ReturnedFork(GlobalId(9, 9), orphans=True)])
+    job[ANN].incoming(EVE, Batch(1, (Operation(OperationKind.RETURN, child.rref, child.fork),)))
+    assert parent.children == {child.fork}
+    job[ANN].returned(BOB, [forged])
+    assert not parent.children
+
+
+def test_borrowed_and_passed_on_is_not_given_back(job: Job) -> None:
+    parent, value = job.create()
+    child = lend(job, parent, ANN, BOB)
+    grandchild = lend(job, child, BOB, EVE)
+    assert job[BOB].give_back(child) is None
+    job[BOB].drop(child)
+    assert child.state is User.ARRIVED_DROPPED
+    assert job.exchange() == [OperationKind.REGISTER, OperationKind.ACCEPT]
+    give_back(job, grandchild, EVE, BOB)
+    assert job.exchange() == [OperationKind.DELETE]
+    assert value.forks == {parent.fork: ANN}
+
+
+def test_borrowed_through_a_chain(job: Job) -> None:
+    parent, _ = job.create()
+    child = lend(job, parent, ANN, BOB)
+    grandchild = lend(job, child, BOB, EVE)
+    job[ANN].drop(parent)
+    give_back(job, grandchild, EVE, BOB)
+    give_back(job, child, BOB, ANN)
+    assert job.exchange() == [OperationKind.DELETE]
+    job.assert_nothing_left()
+
+
+def test_borrowed_from_the_owner_and_lent_to_it(job: Job) -> None:
+    parent, value = job.create()
+    child = lend(job, value, OWNER, ANN)
+    lent = job[ANN].lend(child, OWNER)
+    assert lent is not None
+    assert job[OWNER].arrive(lent, ANN, borrow=True) is value
+    other = lend(job, parent, ANN, BOB)
+    assert job[BOB].lend(other, OWNER) is None, "the owner does not list it"
+
+
+def test_the_sender_of_a_borrowed_reference_dies(job: Job) -> None:
+    parent, value = job.create()
+    other = lend(job, value, OWNER, EVE)
+    child = lend(job, parent, ANN, BOB)
+    job.kill(ANN)
+    assert child.state is User.ARRIVED
+    assert job.exchange(OWNER, BOB, EVE) == [OperationKind.REGISTER]
+    assert child.state is User.CONFIRMED
+    assert value.forks == {child.fork: BOB, other.fork: EVE}
+
+
+def test_the_owner_of_a_borrowed_reference_dies(job: Job) -> None:
+    parent, _ = job.create()
+    child = lend(job, parent, ANN, BOB)
+    job.kill(OWNER)
+    assert child.state is parent.state is User.VOID
+    assert job.exchange(ANN, BOB) == [OperationKind.ACCEPT]
+    assert not parent.children
+
+
+@pytest.mark.parametrize("given_back", [False, True])
+def test_connection_breaks_while_a_reference_is_borrowed(job: Job, given_back: bool) -> None:
+    """The sender asks before the answer is sent, or after it was and got lost."""
+    parent, _ = job.create()
+    child = lend(job, parent, ANN, BOB)
+    if given_back:
+        assert job[BOB].give_back(child) is not None
+    job[ANN].route_lost(ROUTE)
+    carried = job.exchange()
+    if given_back:
+        assert carried == [OperationKind.REVOKE]
+    else:
+        assert carried == [OperationKind.REVOKE, OperationKind.REGISTER, OperationKind.ACCEPT]
+        assert child.state is User.CONFIRMED
+    assert not parent.children
+
+
+def test_taking_a_borrowed_reference_is_interrupted(job: Job) -> None:
+    parent, _ = job.create()
+    fork = job[ANN].fork(parent, BOB, ROUTE)
+    job[BOB].arrive(fork, ANN, borrow=True)
+    job[BOB].give_up([fork])
+    assert job.exchange() == [OperationKind.RETURN]
+    assert not parent.children
+    assert job[BOB].settled
+
+
 # The tables
 
 
@@ -688,7 +866,7 @@ def test_invalid_transition_of_a_value_raises(state: Value, event: ValueEvent) -
 
 
 def test_every_state_can_be_reached() -> None:
-    assert {User.CREATING, User.ARRIVED, *USER_TABLE.values()} == set(User)
+    assert {User.CREATING, User.BORROWED, *USER_TABLE.values()} == set(User)
     assert {Value.AWAITED, *VALUE_TABLE.values()} == set(Value)
 
 

@@ -50,7 +50,9 @@ def test_runs_cover_all_messages_and_faults() -> None:
     for outcome in run_all(range(100), jobs=1, mutant=None):
         report.add(outcome)
     counts = report.counts
-    for name in ("calls", "answers", "batches", "replies", "REGISTER", "ACCEPT", "DELETE", "FORGO", "REVOKE", "RECALL"):
+    messages = ("calls", "answers", "returned", "batches", "replies")
+    operations = ("REGISTER", "ACCEPT", "RETURN", "DELETE", "FORGO", "REVOKE", "RECALL")
+    for name in messages + operations:
         assert counts[name] > 20, name
     for fault in ("lost messages", "doubled messages", "timeouts", "unsent messages", "broken connections"):
         assert 10 < report.runs_with[fault] < 100, fault

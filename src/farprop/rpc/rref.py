@@ -135,9 +135,10 @@ class RRef(Generic[T]):
         """Whether the owner has confirmed this reference. From then on it keeps the value for it.
 
         Returns:
-            Whether it has. Always true on the owner.
+            Whether it has. Always true on the owner, and in a function that got the reference as an argument: its
+            caller keeps its own until the call has ended.
         """
-        return self._handle is None or self._handle.record.state is User.CONFIRMED
+        return self._handle is None or self._handle.record.state in (User.CONFIRMED, User.BORROWED)
 
     # The value
 

@@ -30,7 +30,7 @@ from farprop.runtime.thread_pool import ThreadPool, this_thread
 from farprop.runtime.timers import TimerHandle
 from farprop.transport.connection import Connection
 from farprop.wire.function_names import shown_name
-from farprop.wire.message import NOTICE, REFS, REQUEST, SYSTEM, Message
+from farprop.wire.message import NOTICE, REFS, REQUEST, RETURNS, SYSTEM, Message
 
 _log = logging.getLogger(__name__)
 _DEBUG = logging.DEBUG
@@ -578,7 +578,7 @@ class ClientConnection:
         for message in messages:
             if message.kind == REQUEST:
                 raise ProtocolError("a request where an answer should be")
-            if message.flags & REFS:
+            if message.flags & (REFS | RETURNS):
                 # Also for answers to abandoned calls: their references are released, not leaked.
                 self._on_refs(self.rank, message)
         try:

@@ -31,7 +31,7 @@ from farprop.errors import (
 from farprop.ids import WorkerInfo
 from farprop.locks import make_lock
 from farprop.protocol.host_liveness import HEARTBEAT_SECONDS
-from farprop.protocol.references.records import OwnedValue
+from farprop.protocol.references.records import OwnedValue, User, UserReference
 from farprop.runtime import profiling
 from farprop.runtime.accepted_connections import AcceptedConnections
 from farprop.runtime.admission import AdmissionControl, BarrierGate
@@ -48,7 +48,20 @@ from farprop.transport.connection import Connection
 from farprop.wire.codec import decode_with
 from farprop.wire.dialect import Dialect, EncodeValue
 from farprop.wire.function_names import FunctionNotFound, shown_name
-from farprop.wire.message import ANSWER, FAILURE, NOTICE, PROFILED, REFS, REMOTE, REQUEST, SYSTEM, Message, Method
+from farprop.wire.message import (
+    ANSWER,
+    FAILURE,
+    NOTICE,
+    PROFILED,
+    REFS,
+    REMOTE,
+    REQUEST,
+    RETURNS,
+    SYSTEM,
+    Message,
+    Method,
+    ReceivedRefs,
+)
 from farprop.wire.remote_exceptions import operator_error
 from farprop.wire.tensors import DeviceMapRequired
 
@@ -66,17 +79,22 @@ Record = Callable[[], list[dict[str, Any]]]
 class PendingReply:
     """The state of a request until it is answered.
 
-    For ``remote()``, ``creation`` is the slot that keeps the value. ``record`` returns the events of a profile.
-    ``context`` is the autograd context of the request, and ``call_trace`` its call trace in anomaly mode.
+    For ``remote()``, ``creation`` is the slot that keeps the value. ``borrowed`` are references that came with the
+    request. ``record`` returns the events of a profile. ``context`` is the autograd context of the request, and
+    ``call_trace`` its call trace in anomaly mode.
     """
 
-    __slots__ = ("call_id", "call_trace", "connection", "context", "creation", "flags", "record")
+    __slots__ = ("borrowed", "call_id", "call_trace", "connection", "context", "creation", "flags", "record")
 
-    def __init__(self, connection: Connection, flags: int, call_id: int, creation: OwnedValue | None = None) -> None:
+    def __init__(self, connection: Connection, flags: int, call_id: int, refs: ReceivedRefs | None) -> None:
         self.connection = connection
         self.flags = flags
         self.call_id = call_id
-        self.creation = creation
+        self.creation: OwnedValue | None = None
+        self.borrowed: Sequence[UserReference] = ()
+        if refs is not None:
+            self.creation = refs.creation
+            self.borrowed = refs.borrowed
         self.record: Record | None = None
         self.context: Context | None = None
         self.call_trace = ""
@@ -224,9 +242,9 @@ class Server:
         self._threads.submit(self._accept_request, cast(Connection, connection), message, _now())
 
     def _take_references(self, connection: Connection, message: Message, counted_from: float) -> None:
-        """Take the references of a request. It runs when the owners have counted them."""
+        """Take the references of a request."""
         try:
-            unconfirmed = self._references.take_refs(connection.rank, message)
+            self._references.borrow_refs(connection.rank, message)
         except Exception as error:
             self._break(connection, error)
             return
@@ -236,16 +254,11 @@ class Server:
             if overload is not None:
                 self._refuse(connection, message, overload)
                 return
-        if unconfirmed:
-            self._references.users.when_confirmed(
-                unconfirmed, partial(self._threads.submit_request, self._request(connection, message, counted_from))
-            )
-        else:
-            self._threads.push_request(self._request(connection, message, counted_from))
+        self._threads.push_request(self._request(connection, message, counted_from))
 
     def _refuse(self, connection: Connection, message: Message, error: OverloadedError) -> None:
-        refs = message.received_refs
-        reply = PendingReply(connection, message.flags, message.call_id, None if refs is None else refs.creation)
+        reply = PendingReply(connection, message.flags, message.call_id, message.received_refs)
+        message.received_refs = None
         self._threads.push_answer(self._reject, reply, error)
 
     def _run_held(self, connection: Connection) -> bool:
@@ -276,14 +289,15 @@ class Server:
             ):
                 return
             self._admission.begin(connection, message)
-        refs = message.received_refs
-        reply = PendingReply(connection, flags, message.call_id, None if refs is None else refs.creation)
+        reply = PendingReply(connection, flags, message.call_id, message.received_refs)
         if flags & REMOTE and reply.creation is None:
+            message.received_refs = None
             self._send_failure(reply, ConnectionLostError("its caller has given this call up as lost"), SYSTEM)
             return
         seconds = message.seconds
         # Farprop's own requests run nevertheless: a worker that was stopped still has to undo a failed pass.
         if seconds is not None and started > counted_from + seconds and not flags & SYSTEM:
+            message.received_refs = None
             self._reject(reply, _too_late())
             return
         if name not in self._quick:
@@ -308,8 +322,9 @@ class Server:
             shown = shown_name(name, function)
             _log.debug(text, self._label, reply.call_id, connection.peer, connection.rank, shown)
         # With them the arguments' buffers, as soon as the function lets go of them; and an error's traceback would keep
-        # the value that this call makes.
-        del message, refs
+        # the value that this call makes. Whoever called this has the message, too.
+        message.received_refs = None
+        del message
         outer = None if reply.context is None else current_context.set(reply.context)
         try:
             if settings is not None:
@@ -457,6 +472,8 @@ class Server:
         self._send(reply, message)
 
     def _send(self, reply: PendingReply, message: Message) -> None:
+        if reply.borrowed and not self._end_borrowing(reply, message):
+            return
         connection, threads = reply.connection, self._threads
         message.call_id = reply.call_id
         _log.debug("%s: answers call %d of %s (rank %d)", self._label, reply.call_id, connection.peer, connection.rank)
@@ -473,13 +490,18 @@ class Server:
             _log.info("%s: the answer to %s is lost: %s", self._label, connection.peer, error)
             if message.refs:
                 self._references.route_lost(connection, connection.rank)
+            self._references.not_returned(connection.rank, message.returned)
         except FarpropError as error:
             self._references.not_sent(message.refs)
+            self._references.not_returned(connection.rank, message.returned)
             if message.kind == FAILURE:
                 raise
             failure = self._dialect.encode_failure(error, self._worker)
             failure.kind, failure.call_id = FAILURE, reply.call_id
             connection.send(failure)
+        except BaseException:
+            self._references.not_returned(connection.rank, message.returned)
+            raise
         finally:
             with self._active_lock:
                 if reply.flags & SYSTEM:
@@ -490,6 +512,26 @@ class Server:
                 self.uncork()
         if self._ended_contexts:
             self.end_contexts()
+
+    def _end_borrowing(self, reply: PendingReply, message: Message) -> bool:
+        """Let the answer give back the references that the function has borrowed and dropped.
+
+        Returns:
+            False if the function has kept others: the answer is sent when their owners list them.
+        """
+        borrowed, reply.borrowed = reply.borrowed, ()
+        users = self._references.users
+        returned = users.end_borrowing(borrowed)
+        if returned:
+            if message.kind == ANSWER:
+                message.returned = returned
+                message.flags |= RETURNS
+            else:
+                self._references.not_returned(reply.connection.rank, returned)
+        kept = [record for record in borrowed if record.state is User.ARRIVED]
+        if kept:
+            users.when_confirmed(kept, partial(self._threads.submit, self._send, reply, message))
+        return not kept
 
     def end_contexts(self) -> None:
         """End the contexts that requests said have ended."""

@@ -2,7 +2,8 @@
 
 A message is a header of fixed size, then a body, then the buffers that travel inline. The body holds, in this order:
 the function's name, the numbers of the returned shared-memory segments, the table of buffers, the heads that the flags
-announce (``REFS``, ``REMOTE``, ``CONTEXT``, ``PROFILED``, in this order), and the payload, which a codec wrote.
+announce (``REFS``, ``REMOTE``, ``CONTEXT``, ``PROFILED``, ``RETURNS``, in this order), and the payload, which a codec
+wrote.
 
 Rules that hold here:
 
@@ -24,7 +25,7 @@ from farprop.errors import ProtocolError
 from farprop.ids import GlobalId
 from farprop.protocol.backward import ALL, Credit, CreditShare, PassId, Statuses
 from farprop.protocol.references.control_plane import Operation, OperationKind
-from farprop.protocol.references.records import Fork, OwnedValue
+from farprop.protocol.references.records import Fork, OwnedValue, ReturnedFork, UserReference
 from farprop.wire.tensors import DeviceMapRequired
 
 
@@ -44,12 +45,13 @@ class Flag(enum.IntFlag):
     REFS = 16  # the message carries remote references
     REMOTE = 32  # a request of remote(): keep the value, under this reference
     CONTEXT = 64  # the message belongs to a distributed autograd context
+    RETURNS = 128  # in an answer: references that the callee borrowed, and has dropped
 
 
 REQUEST, ANSWER, FAILURE, NOTICE = (int(kind) for kind in Kind)
-SYSTEM, PROFILED, FORGET, FAST, REFS, REMOTE, CONTEXT = (int(flag) for flag in Flag)
+SYSTEM, PROFILED, FORGET, FAST, REFS, REMOTE, CONTEXT, RETURNS = (int(flag) for flag in Flag)
 ALL_FLAGS = sum(Flag)
-HEADS = REFS | REMOTE | CONTEXT | PROFILED
+HEADS = REFS | REMOTE | CONTEXT | PROFILED | RETURNS
 
 
 class Method(enum.Enum):
@@ -77,6 +79,7 @@ MAX_SECONDS = 2 * MAX_TIMEOUT  # a deadline also has the seconds since the host 
 
 _COUNT = struct.Struct("<I")
 _FORK = struct.Struct("<HHQHQB")
+_RETURNED = struct.Struct("<HQB")
 _SITE_LENGTH = struct.Struct("<H")
 _MAX_SITE = 0xFFFF
 # context, message id (0: no tensor requires grad), number of tensors that do, length of the anomaly mode's trace,
@@ -116,6 +119,8 @@ class ReceivedRefs(NamedTuple):
     """The slot for the value of a ``remote()`` call; None for other calls, and for one that was recalled."""
     items: Sequence[object]
     """For each reference a handle, or the value's record if this worker owns it. The decoder finds them by index."""
+    borrowed: Sequence[UserReference] = ()
+    """Of a request: the references that are borrowed until it is answered."""
 
 
 class Message:
@@ -128,6 +133,7 @@ class Message:
     the buffers' memory alive until they are sent. ``seconds`` is the time that a request may take or, if both ends
     have the same monotonic clock, its deadline; None if it has none. ``out_of_band`` are the objects that the codec
     found and that travel as ``refs``. The receiver's runtime resolves ``refs`` and ``creation`` into ``received_refs``.
+    ``returned`` are the borrowed references that an answer gives back.
     """
 
     __slots__ = (
@@ -144,6 +150,7 @@ class Message:
         "profile",
         "received_refs",
         "refs",
+        "returned",
         "returned_segments",
         "seconds",
         "sent",
@@ -173,6 +180,7 @@ class Message:
         self.name = name
         self.returned_segments = returned_segments
         self.refs: Sequence[Fork] = ()
+        self.returned: Sequence[ReturnedFork] = ()
         self.creation: Creation | None = None
         self.autograd: AutogradHead | None = None
         self.profile: bytes | memoryview = b""
@@ -229,6 +237,9 @@ class Message:
                 parts.append(struct.pack(f"<{len(ended)}Q", *ended))
         if self.flags & PROFILED:
             parts += (_COUNT.pack(len(self.profile)), self.profile)
+        if self.flags & RETURNS:
+            parts.append(_COUNT.pack(len(self.returned)))
+            parts += [_RETURNED.pack(*fork, orphans) for fork, orphans in self.returned]
         return b"".join(parts)
 
     def parse_heads(self) -> None:
@@ -269,11 +280,25 @@ class Message:
                 at += _COUNT.size
                 self.profile = data[at : at + length]
                 at += length
+            if flags & RETURNS:
+                at = self._parse_returned(data, at)
         except struct.error as error:
             raise ProtocolError(f"the heads of a message are too short: {error}") from error
         if at > len(data):
             raise ProtocolError("a message is shorter than its heads say")
         self.payload = data[at:]
+
+    def _parse_returned(self, data: memoryview, at: int) -> int:
+        if self.kind != ANSWER:
+            raise ProtocolError("a message that is no answer gives references back")
+        (count,) = _COUNT.unpack_from(data, at)
+        at += _COUNT.size
+        end = at + count * _RETURNED.size
+        if end > len(data):
+            raise ProtocolError(f"an answer says that it gives {count} references back, and is too short for them")
+        rows = _RETURNED.iter_unpack(data[at:end])
+        self.returned = [ReturnedFork(GlobalId(fork_on, fork), bool(orphans)) for fork_on, fork, orphans in rows]
+        return end
 
 
 def check_header(kind: int, flags: int, seconds: float) -> None:

@@ -31,6 +31,7 @@ class OperationKind(enum.IntEnum):
     REVOKE = 5  # to the receiver of a message that may be lost: if this fork has not come, don't take it
     RECALL = 6  # to the owner: the call that makes this value may be lost; if it has not come, don't run it
     CLEANUP = 7  # to one who has it: this autograd context, which stands in the place of a value, has ended
+    RETURN = 8  # to the parent: the fork, which I borrowed, is gone, as if you had never sent it
 
 
 class Operation(NamedTuple):
@@ -38,8 +39,8 @@ class Operation(NamedTuple):
     rref: GlobalId
     fork: GlobalId
     flag: bool = False
-    """Of REGISTER: ``Fork.exists``. Of ACCEPT, DELETE and FORGO: there may be orphans, which are forks that were passed
-    on before the value was made and that nobody holds any more, because of a death."""
+    """Of REGISTER: ``Fork.exists``. Of ACCEPT, RETURN, DELETE and FORGO: there may be orphans, which are forks that were
+    passed on before the value was made and that nobody holds any more, because of a death."""
 
 
 class Batch(NamedTuple):

@@ -26,7 +26,11 @@ class ForksInTransit:
 
     def lend(self, source: UserReference | OwnedValue, to: int) -> Fork | None:
         """A fork for a request, if the owner gets it: the caller holds its own reference until the call has ended."""
-        if isinstance(source, UserReference) and source.owner == to and source.state is User.CONFIRMED:
+        if (
+            isinstance(source, UserReference)
+            and source.owner == to
+            and (source.state is User.CONFIRMED or (source.state is User.BORROWED and source.parent == to))
+        ):
             return Fork(source.owner, source.rref, source.fork, exists=True, lent=True)
         return None
 
@@ -51,13 +55,13 @@ class ForksInTransit:
         if to in self._plane.dead:
             self.release(fork, listed=False)
 
-    def arrive(self, fork: Fork, sender: int) -> UserReference | OwnedValue:
+    def arrive(self, fork: Fork, sender: int, borrow: bool) -> UserReference | OwnedValue:
         if fork.fork in self._revoked:
             self._revoked.discard(fork.fork)
             return UserReference(fork.owner, fork.rref, fork.fork, sender, User.VOID, fork.exists)
         if fork.owner == self._plane.own_rank:
             return self._owner.borrow(fork, sender) if fork.lent else self._owner.come_home(fork, sender)
-        return self._users.receive(fork, sender)
+        return self._users.receive(fork, sender, borrow)
 
     # Messages that may be lost
 
@@ -77,9 +81,17 @@ class ForksInTransit:
             self.release(fork.fork, listed=False)
 
     def revoke(self, rref: GlobalId, fork: GlobalId) -> bool:
-        """REVOKE: whether the fork has arrived here. If not, it is refused from now on."""
+        """REVOKE: whether the fork has arrived here. If not, it is refused from now on.
+
+        A borrowed one is kept: the answer of its call, which would tell that it is gone, may not reach the sender.
+        """
+        reference = self._users.references.get(fork)
+        if reference is not None:
+            if reference.state is User.BORROWED:
+                self._users.keep(reference)
+            return True
         value = self._owner.values.get(rref)
-        if fork in self._users.references or (value is not None and fork in value.accepts):
+        if value is not None and fork in value.accepts:
             return True
         self._revoked.add(fork)
         return False
@@ -91,6 +103,14 @@ class ForksInTransit:
         if orphans:
             self._note_orphans(fork)
         self.release(fork, listed=True)
+
+    def on_returned(self, receiver: int, fork: GlobalId, orphans: bool) -> None:
+        """RETURN, by itself or with an answer: the receiver borrowed the fork, and has dropped it."""
+        passed = self.passed.get(fork)
+        if passed is not None and passed.to == receiver:
+            if orphans:
+                self._note_orphans(fork)
+            self.release(fork, listed=False)
 
     def on_never_came(self, fork: GlobalId) -> None:
         """The receiver answers a REVOKE: it does not have the fork. It may have had it before, and passed it on."""

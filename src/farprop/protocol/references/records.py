@@ -25,6 +25,7 @@ class User(_FastHash):
     """The state of a reference at its user. In the ``_DROPPED`` states the program can't reach it any more."""
 
     CREATING = "remote() has asked the owner to make the value; no answer yet"
+    BORROWED = "came in a request; its sender keeps its own reference for it until the call has ended"
     ARRIVED = "came in a message from another user; the owner does not list it yet"
     CONFIRMED = "the owner lists it"
     DOUBTFUL = "remote() got no answer: the owner may list it or not"
@@ -41,6 +42,7 @@ class UserEvent(_FastHash):
     MADE = "the owner answered"
     UNANSWERED = "the call failed, and may have arrived"
     UNSENT = "the call was never sent"
+    KEPT = "it outlives its call, or its sender may not keep its own any more"
     REGISTERED = "the owner lists it now"
     REFUSED = "the owner does not have the value"
     NEVER_CAME = "the owner says that the call never arrived"
@@ -77,6 +79,9 @@ USER_TABLE: dict[tuple[User, UserEvent], User] = {
     (User.CREATING_DROPPED, UserEvent.UNANSWERED): User.DROPPED,
     (User.CREATING_DROPPED, UserEvent.UNSENT): User.ENDED,
     (User.CREATING_DROPPED, UserEvent.OWNER_DIED): User.ENDED,
+    (User.BORROWED, UserEvent.KEPT): User.ARRIVED,
+    (User.BORROWED, UserEvent.DROP): User.ENDED,
+    (User.BORROWED, UserEvent.OWNER_DIED): User.VOID,
     (User.ARRIVED, UserEvent.REGISTERED): User.CONFIRMED,
     (User.ARRIVED, UserEvent.REFUSED): User.VOID,
     (User.ARRIVED, UserEvent.OWNER_DIED): User.VOID,
@@ -105,13 +110,15 @@ VALUE_TABLE: dict[tuple[Value, ValueEvent], Value] = {
     (Value.FREED, ValueEvent.CALL_CAME): Value.MADE,
 }
 
-# The owner's answer, still to come, says whether it lists the reference.
-UNCONFIRMED = frozenset({User.CREATING, User.ARRIVED, User.CREATING_DROPPED, User.ARRIVED_DROPPED})
+# Something is still to come: the owner's answer, which says whether it lists the reference, or the end of the call.
+UNCONFIRMED = frozenset({User.CREATING, User.BORROWED, User.ARRIVED, User.CREATING_DROPPED, User.ARRIVED_DROPPED})
 # The reference came from another user, and the owner has not said yet whether it lists it.
 UNREGISTERED = frozenset({User.ARRIVED, User.ARRIVED_DROPPED})
-USABLE = frozenset({User.CREATING, User.ARRIVED, User.CONFIRMED})
+USABLE = frozenset({User.CREATING, User.BORROWED, User.ARRIVED, User.CONFIRMED})
 # The program can still reach the reference, so it can drop it.
-DROPPABLE = frozenset({User.CREATING, User.ARRIVED, User.CONFIRMED, User.DOUBTFUL, User.VOID})
+DROPPABLE = frozenset(
+    {User.CREATING, User.BORROWED, User.ARRIVED, User.CONFIRMED, User.DOUBTFUL, User.VOID}
+)
 
 
 class InvalidTransition(ProtocolError):
@@ -137,6 +144,7 @@ class ReferenceData(Protocol):
     error: Exception | None
     callbacks: list[Callable[[], None]] | None
     watch: Any
+    collected: bool
 
 
 class ValueData(Protocol):
@@ -246,6 +254,14 @@ class Fork(NamedTuple):
     lent: bool = False
     """The message goes to the owner, and this is the fork of the sender itself, which holds it until the call has
     ended. So there is nothing to list and nothing to accept."""
+
+
+class ReturnedFork(NamedTuple):
+    """A borrowed fork that its receiver gives back. An answer carries it to the sender."""
+
+    fork: GlobalId
+    orphans: bool
+    """As ``Operation.flag`` of RETURN."""
 
 
 class PassedFork(NamedTuple):

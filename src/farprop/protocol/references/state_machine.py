@@ -20,7 +20,14 @@ from farprop.ids import GlobalId
 from farprop.protocol.references.control_plane import Batch, ControlPlane, ControlReply, Operation, OperationKind
 from farprop.protocol.references.forks_in_transit import ForksInTransit
 from farprop.protocol.references.owner_side import OwnerSide
-from farprop.protocol.references.records import Fork, Instruction, OwnedValue, PassedFork, UserEvent, UserReference
+from farprop.protocol.references.records import (
+    Fork,
+    Instruction,
+    OwnedValue,
+    PassedFork,
+    ReturnedFork,
+    UserReference,
+)
 from farprop.protocol.references.user_side import UserSide
 
 
@@ -84,7 +91,7 @@ class RRefStateMachine:
 
     def drop(self, reference: UserReference) -> None:
         """The program can't reach this reference any more."""
-        self._users.move(reference, UserEvent.DROP)
+        self._users.drop(reference)
 
     def fork(self, source: UserReference | OwnedValue, to: int, route: object) -> Fork:
         """A reference is about to be sent to a worker.
@@ -133,13 +140,41 @@ class RRefStateMachine:
         """
         return self._owner.make(creator, rref, fork)
 
-    def arrive(self, fork: Fork, sender: int) -> UserReference | OwnedValue:
+    def arrive(self, fork: Fork, sender: int, borrow: bool = False) -> UserReference | OwnedValue:
         """A reference arrived in a message.
+
+        Args:
+            fork: The reference.
+            sender: The worker that sent the message.
+            borrow: It is a request, and the caller of this says when it is answered: by ``keep``, ``give_back`` or
+                ``drop``.
 
         Returns:
             The reference, in state VOID if it is unusable; or the value, if it is one of this worker.
         """
-        return self._transit.arrive(fork, sender)
+        return self._transit.arrive(fork, sender, borrow)
+
+    def keep(self, reference: UserReference) -> None:
+        """The program has a reference that it borrowed for longer than the call. To do this twice does no harm."""
+        self._users.keep(reference)
+
+    def give_back(self, reference: UserReference) -> ReturnedFork | None:
+        """The program has dropped a reference that it borrowed, and an answer is about to be sent to its sender.
+
+        Returns:
+            What the answer carries; None if it can't, and the caller calls ``drop``.
+        """
+        return self._users.give_back(reference)
+
+    def returned(self, peer: int, forks: Sequence[ReturnedFork]) -> None:
+        """A worker has answered a request, and gives back these forks."""
+        for fork, orphans in forks:
+            self._transit.on_returned(peer, fork, orphans)
+
+    def not_returned(self, peer: int, forks: Sequence[ReturnedFork]) -> None:
+        """The answer that carried these forks back was not sent, or may not have been: tell their sender otherwise."""
+        for fork, orphans in forks:
+            self._plane.post(peer, Operation(OperationKind.RETURN, fork, fork, orphans))
 
     def give_up(self, forks: Sequence[Fork]) -> None:
         """Taking these forks out of a message was interrupted: drop those that have arrived."""
@@ -206,6 +241,8 @@ class RRefStateMachine:
             return self._owner.recall(rref, fork)
         if kind is OperationKind.ACCEPT:
             self._transit.on_accept(fork, orphans=flag)
+        elif kind is OperationKind.RETURN:
+            self._transit.on_returned(peer, fork, orphans=flag)
         elif kind is OperationKind.DELETE:
             self._owner.delete(rref, fork, orphans=flag)
         elif kind is OperationKind.FORGO:

@@ -13,6 +13,7 @@ from farprop.protocol.references.records import (
     UNREGISTERED,
     Fork,
     InstructionKind,
+    ReturnedFork,
     User,
     UserEvent,
     UserReference,
@@ -66,10 +67,10 @@ class UserSide:
 
     # References that come in messages
 
-    def receive(self, fork: Fork, sender: int) -> UserReference:
+    def receive(self, fork: Fork, sender: int, borrow: bool) -> UserReference:
         """Take a fork of another worker's value. One that the owner sent is listed there already."""
         from_owner = sender == fork.owner
-        state = User.CONFIRMED if from_owner else User.ARRIVED
+        state = User.BORROWED if borrow else User.CONFIRMED if from_owner else User.ARRIVED
         reference = UserReference(fork.owner, fork.rref, fork.fork, sender, state, fork.exists)
         self.references[fork.fork] = reference
         if fork.owner in self._plane.dead:
@@ -91,7 +92,36 @@ class UserSide:
         reference = self.references.get(fork)
         if reference is not None and reference.state in DROPPABLE:
             self._announce(reference)  # to do so twice does no harm
-            self.move(reference, UserEvent.DROP)
+            self.drop(reference)
+
+    # Borrowed references
+
+    def keep(self, reference: UserReference) -> None:
+        """A reference that was borrowed outlives its call, or its sender may be gone before the call has ended.
+
+        From now on it is as one that was not borrowed. To do this twice does no harm: the first time may have been
+        interrupted.
+        """
+        if reference.state is User.BORROWED:
+            self.move(reference, UserEvent.KEPT)
+        if reference.state is not User.ARRIVED:
+            return
+        if reference.parent == reference.owner:
+            self.move(reference, UserEvent.REGISTERED)  # it was listed before it was sent
+        else:
+            self._announce(reference)
+
+    def give_back(self, reference: UserReference) -> ReturnedFork | None:
+        """The program has dropped a borrowed reference, and the answer of the call can tell its sender.
+
+        Returns:
+            What to tell; None if the reference is not borrowed any more, or forks made from it depend on it.
+        """
+        if reference.state is not User.BORROWED or reference.children:
+            return None
+        self.references.pop(reference.fork, None)
+        reference.move(UserEvent.DROP)
+        return ReturnedFork(reference.fork, reference.orphans)
 
     def on_registered(self, fork: GlobalId, listed: bool) -> None:
         """The owner answers a REGISTER: it lists the fork, or does not have the value."""
@@ -102,12 +132,24 @@ class UserSide:
 
     # The end
 
+    def drop(self, reference: UserReference) -> None:
+        """The program can't reach a reference any more."""
+        if reference.state is User.BORROWED:
+            if reference.children:
+                self.keep(reference)
+            elif reference.parent is not None:
+                rref, fork, orphans = reference.rref, reference.fork, reference.orphans
+                self._plane.post(reference.parent, Operation(OperationKind.RETURN, rref, fork, orphans))
+        self.move(reference, UserEvent.DROP)
+
     def move(self, reference: UserReference, event: UserEvent) -> None:
         """Do an event's transition, and what follows from it."""
         before = reference.state
         reference.move(event)
         if before in UNREGISTERED and reference.state not in UNREGISTERED:
             self._plane.instruct(InstructionKind.SETTLED, reference)
+            self._release_parent(reference, event)
+        elif before is User.BORROWED and event is UserEvent.OWNER_DIED:
             self._release_parent(reference, event)
         if reference.state is User.CONFIRMED:
             self._plane.instruct(InstructionKind.CONFIRMED, reference)
@@ -134,9 +176,13 @@ class UserSide:
             self.move(reference, UserEvent.CHILDREN_SAFE)
 
     def on_death(self, peer: int) -> None:
-        """Void the references to values of a dead worker."""
-        for reference in [r for r in self.references.values() if r.owner == peer and r.state is not User.VOID]:
-            self.move(reference, UserEvent.OWNER_DIED)
+        """Void the references to values of a dead worker. Nobody holds those any more that were borrowed from it."""
+        for reference in list(self.references.values()):
+            if reference.owner == peer:
+                if reference.state is not User.VOID:
+                    self.move(reference, UserEvent.OWNER_DIED)
+            elif reference.parent == peer and reference.state is User.BORROWED:
+                self.keep(reference)
 
     # Inspection
 
@@ -145,7 +191,10 @@ class UserSide:
         return sum(reference.state in UNCONFIRMED for reference in self.references.values())
 
     def concerns(self, peer: int) -> bool:
-        return any(reference.owner == peer for reference in self.references.values())
+        return any(
+            reference.owner == peer or (reference.parent == peer and reference.state is User.BORROWED)
+            for reference in self.references.values()
+        )
 
     def validate(self) -> None:
         for fork, reference in self.references.items():
@@ -153,3 +202,4 @@ class UserSide:
             assert reference.state is not User.ENDED
             assert reference.state is not User.DROPPED or reference.children, "dropped, free, and still here"
             assert reference.owner not in self._plane.dead or reference.state is User.VOID
+            assert reference.parent not in self._plane.dead or reference.state is not User.BORROWED

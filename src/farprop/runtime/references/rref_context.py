@@ -13,7 +13,14 @@ from functools import partial
 from farprop.errors import ConnectionLostError, ReferenceLostError
 from farprop.ids import GlobalId, distinct, unguessable
 from farprop.protocol.references.control_plane import Batch, OperationKind
-from farprop.protocol.references.records import Fork, InstructionKind, OwnedValue, User, UserReference
+from farprop.protocol.references.records import (
+    Fork,
+    InstructionKind,
+    OwnedValue,
+    ReturnedFork,
+    User,
+    UserReference,
+)
 from farprop.protocol.references.state_machine import RRefStateMachine
 from farprop.runtime.liveness import PeerInstances
 from farprop.runtime.references.control_sender import ControlSender, ControlTransport
@@ -153,25 +160,34 @@ class RRefContext:
 
     # Messages that arrive
 
-    def take_refs(self, sender: int, message: Message) -> list[UserReference]:
-        """Take the references of a message that arrived; those that their owners don't count yet are returned."""
+    def take_refs(self, sender: int, message: Message) -> None:
+        """Take the references of an answer, and those that it gives back."""
+        if message.returned:
+            self._do(self._machine.returned, sender, message.returned)
+        if message.flags & REFS:
+            message.received_refs = ReceivedRefs(None, self._take(sender, message.refs, borrow=False))
+
+    def borrow_refs(self, sender: int, message: Message) -> None:
+        """Take the references of a request. ``end_borrowing`` follows before it is answered."""
         creation: OwnedValue | None = None
         if message.creation is not None:
             fork, site = message.creation
             creation = self._do(self.values.make, sender, fork, message.name, site)
-        if not message.refs:
-            message.received_refs = ReceivedRefs(creation, [])
+        items = self._take(sender, message.refs, borrow=True)
+        borrowed = [i.record for i in items if isinstance(i, RRefHandle) and i.record.state is User.BORROWED]
+        message.received_refs = ReceivedRefs(creation, items, borrowed)
+
+    def _take(self, sender: int, forks: Sequence[Fork], borrow: bool) -> list[RRefHandle | OwnedValue]:
+        if not forks:
             return []
         try:
-            records = self._do(self._arrive_all, message.refs, sender)
-            message.received_refs = ReceivedRefs(creation, [self._kept(record) for record in records])
+            return [self._kept(record) for record in self._do(self._arrive_all, forks, sender, borrow)]
         except BaseException:
-            self._guard.run_later(self._machine.give_up, message.refs)
+            self._guard.run_later(self._machine.give_up, forks)
             raise
-        return [r for r in records if isinstance(r, UserReference) and r.state is User.ARRIVED]
 
-    def _arrive_all(self, forks: Sequence[Fork], sender: int) -> list[UserReference | OwnedValue]:
-        records = [self._machine.arrive(fork, sender) for fork in forks]
+    def _arrive_all(self, forks: Sequence[Fork], sender: int, borrow: bool) -> list[UserReference | OwnedValue]:
+        records = [self._machine.arrive(fork, sender, borrow) for fork in forks]
         for record in records:
             if isinstance(record, UserReference):
                 record.info = ReferenceInfo()
@@ -180,7 +196,15 @@ class RRefContext:
         return records
 
     def _kept(self, record: UserReference | OwnedValue) -> RRefHandle | OwnedValue:
-        return self.users.hold(record) if isinstance(record, UserReference) else record
+        if isinstance(record, OwnedValue):
+            return record
+        return self.users.borrow(record) if record.state is User.BORROWED else self.users.hold(record)
+
+    def not_returned(self, to: int, forks: Sequence[ReturnedFork]) -> None:
+        """No answer carries these forks back to their sender. Also if one may have: to give them back twice does no
+        harm."""
+        if forks:
+            self._do(self._machine.not_returned, to, forks)
 
     # Operations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from farprop.errors import (
     ConnectionLostError,
@@ -16,9 +16,11 @@ from farprop.errors import (
     without_frames,
 )
 from farprop.locks import make_lock
-from farprop.protocol.references.records import DROPPABLE, UNREGISTERED, USABLE, User, UserReference
+from farprop.protocol.references.records import DROPPABLE, UNREGISTERED, USABLE, ReturnedFork, User, UserReference
 from farprop.runtime.references.control_sender import COALESCE_SECONDS, ControlTransport
 from farprop.runtime.references.guarded_machine import GuardedMachine
+
+_BORROW_SECONDS = 0.1  # a call that takes more than twice as long keeps the references that it borrowed
 
 
 class RRefHandle:
@@ -35,7 +37,11 @@ class RRefHandle:
         self._references.check_usable(self.record, use)
 
     def __del__(self) -> None:
-        self._references.drop_soon(self.record)
+        record = self.record
+        # First: whoever ends the borrowing meanwhile looks at this after the state has changed.
+        record.info.collected = True
+        if record.state is not User.BORROWED:  # otherwise the answer of the call tells it
+            self._references.drop_soon(record)
 
 
 class HandleWatch(weakref.ref[RRefHandle]):
@@ -51,13 +57,14 @@ class HandleWatch(weakref.ref[RRefHandle]):
 class ReferenceInfo:
     """What the runtime knows about a user's reference, in ``UserReference.info``."""
 
-    __slots__ = ("callbacks", "error", "site", "watch")
+    __slots__ = ("callbacks", "collected", "error", "site", "watch")
 
     def __init__(self, site: str = "") -> None:
         self.site = site
         self.error: Exception | None = None  # why remote() failed
         self.callbacks: list[Callable[[], None]] | None = None  # called when the reference is confirmed or void
-        self.watch: HandleWatch | None = None  # on the program's handle, while there is one
+        self.watch: weakref.ref[RRefHandle] | None = None  # on the program's handle, while there is one
+        self.collected = False  # the handle's finaliser has run
 
 
 class UserReferences:
@@ -75,6 +82,10 @@ class UserReferences:
         self._to_drop: deque[UserReference] = deque()
         self._collected: deque[HandleWatch] = deque()  # all of their references, in case one was not queued
         self._drop_requested = False  # a timer is set
+        # Borrowed references, as a set in order: those of the time since a timer last ran, and those of the time before.
+        self._borrowed: dict[UserReference, None] = {}
+        self._borrowed_before: dict[UserReference, None] = {}
+        self._borrowing_is_timed = False
 
     # remote()
 
@@ -123,10 +134,82 @@ class UserReferences:
     def hold(self, record: UserReference) -> RRefHandle:
         """A handle for the program. The reference is dropped when the handle is collected."""
         handle = RRefHandle(self, record)
-        watch = HandleWatch(handle, self._collected.append)
-        watch.record = record
-        record.info.watch = watch
+        self._watch(handle)
         return handle
+
+    def _watch(self, handle: RRefHandle) -> None:
+        watch = HandleWatch(handle, self._collected.append)
+        watch.record = handle.record
+        handle.record.info.watch = watch
+
+    # Borrowed references
+
+    def borrow(self, record: UserReference) -> RRefHandle:
+        """As ``hold``, for a reference that came in a request: nothing follows from it until ``end_borrowing``."""
+        handle = RRefHandle(self, record)
+        record.info.watch = weakref.ref(handle)
+        self._borrowed[record] = None
+        if not self._borrowing_is_timed:
+            self._time_borrowing()
+        return handle
+
+    def _time_borrowing(self) -> None:
+        self._borrowing_is_timed = True
+        self._transport.call_at(time.monotonic() + _BORROW_SECONDS, self._on_long_borrowed)
+
+    def end_borrowing(self, records: Sequence[UserReference]) -> list[ReturnedFork]:
+        """The call that brought these references is about to be answered.
+
+        Returns:
+            Those that the program has dropped. They are gone here, and the caller tells their sender.
+        """
+        try:
+            return self._guard.run(self._end_borrowing, records)
+        except BaseException:
+            self._guard.run_later(self._keep_all, records)
+            raise
+
+    def _end_borrowing(self, records: Sequence[UserReference], by_answer: bool = True) -> list[ReturnedFork]:
+        machine = self._machine
+        returned: list[ReturnedFork] = []
+        for record in records:
+            self._borrowed.pop(record, None)
+            self._borrowed_before.pop(record, None)
+            info = record.info
+            handle = None if info.watch is None or info.collected else info.watch()
+            if handle is not None:
+                if record.state is User.BORROWED:
+                    machine.keep(record)
+                if type(info.watch) is not HandleWatch:
+                    self._watch(handle)
+                handle = None
+                if info.collected:  # its finaliser may have seen the earlier state
+                    self._drop_one(record)
+                continue
+            back = machine.give_back(record) if by_answer else None
+            if back is not None:
+                returned.append(back)
+            else:
+                self._drop_one(record)
+        return returned
+
+    def _keep_all(self, records: Sequence[UserReference]) -> None:
+        """``end_borrowing`` was interrupted."""
+        for record in records:
+            if self._machine.users.get(record.fork) is record:
+                self._machine.keep(record)
+        self._end_borrowing(records, by_answer=False)
+
+    def _on_long_borrowed(self) -> None:
+        """The senders of references may die, so a long call must not depend on them: keep what it has borrowed."""
+        self._guard.run(self._end_long_borrowing)
+        self._borrowing_is_timed = False  # first: one that is borrowed from now on sets the timer itself
+        if self._borrowed_before or self._borrowed:
+            self._time_borrowing()
+
+    def _end_long_borrowing(self) -> None:
+        long, self._borrowed_before, self._borrowed = list(self._borrowed_before), self._borrowed, {}
+        self._end_borrowing(long, by_answer=False)
 
     def check_usable(self, record: UserReference, use: str) -> None:
         """Raise the reason why a reference can't be used, if there is one; ``use`` names the use, for the error."""
