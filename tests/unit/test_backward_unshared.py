@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from farprop.protocol.backward import PassId
+from farprop.runtime.autograd import engine
 from farprop.runtime.autograd.context_cleanup import ContextCleanup
 from farprop.runtime.autograd.contexts import Context
-from farprop.runtime.autograd.driver import BackwardDriver
+from farprop.runtime.autograd.driver import _BUNDLE_BYTES, BackwardDriver
 from farprop.runtime.autograd.engine import LocalPass
 from farprop.wire.dialect import PICKLES
 from farprop.wire.fast_codec import decode_call, encode_call, encode_value
@@ -143,19 +144,57 @@ def test_hook_of_a_leaf_runs_once_with_the_whole_gradient(performed: list[str]) 
     assert "Run" in performed
 
 
-def test_two_parallel_calls_leave_the_fast_path(performed: list[str]) -> None:
+@pytest.fixture
+def engine_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Records the number of roots of each run of the engine."""
+    runs: list[int] = []
+    run = engine._run_engine
+
+    def noting(roots: Any, *args: Any) -> Any:
+        runs.append(len(roots))
+        return run(roots, *args)
+
+    monkeypatch.setattr(engine, "_run_engine", noting)
+    return runs
+
+
+def test_parallel_calls_take_one_message_and_one_run_on_each_side(performed: list[str], engine_runs: list[int]) -> None:
     two = TwoWorkers()
     a, b = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
-    sends: list[str] = []
-    two.networks[0].send_method = lambda rank, method, message, call, system: sends.append(  # type: ignore[attr-defined]
-        call.finish(two.networks[0].call_method(rank, method, message, 60.0, system), None)
-    )
-    two.backward((two.call(torch.neg, a) * two.call(torch.sin, b)).sum())
-    assert performed.count("Send") == 2
-    assert len(sends) == 2
-    expected = torch.autograd.grad((torch.neg(a) * torch.sin(b)).sum(), (a, b))
+    two.backward((two.call(torch.neg, a * 2) * two.call(torch.sin, b * 2)).sum())
+    assert two.networks[0].messages == [Method.GRADIENTS]
+    assert engine_runs == [1, 2, 2]  # the roots, then both calls there, then both arguments here
+    assert "Run" not in performed
+    expected = torch.autograd.grad((torch.neg(a * 2) * torch.sin(b * 2)).sum(), (a, b))
     torch.testing.assert_close(two.context.gradients[a], expected[0])
     torch.testing.assert_close(two.context.gradients[b], expected[1])
+
+
+def test_parallel_calls_that_share_a_leaf_there_run_together() -> None:
+    two = TwoWorkers()
+    a, weight = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
+    x, y = two.call(lambda t: t * weight, a.sin()), two.call(lambda t: t + weight, a.cos())
+    two.backward((x * y).sum())
+    assert two.networks[0].messages == [Method.GRADIENTS]
+    expected = torch.autograd.grad((a.sin() * weight * (a.cos() + weight)).sum(), (a, weight))
+    torch.testing.assert_close(two.context.gradients[a], expected[0])
+    torch.testing.assert_close(two.there.contexts.find(two.context.id).gradients[weight], expected[1])
+
+
+def test_large_gradients_travel_alone() -> None:
+    two = TwoWorkers()
+    large = [torch.rand(_BUNDLE_BYTES // 4, requires_grad=True) for _ in range(3)]
+    small = [torch.rand(3, requires_grad=True) for _ in range(3)]
+
+    def send(rank: int, method: Method, message: Message, call: Any, system: bool) -> None:
+        call.finish(two.networks[0].call_method(rank, method, message, 60.0, system), None)
+
+    two.networks[0].send_method = send  # type: ignore[attr-defined]
+    loss = torch.stack([two.call(torch.neg, leaf).sum() for leaf in (*large, *small)]).sum()
+    two.backward(loss)
+    assert len(two.networks[0].messages) == 4
+    for leaf in (*large, *small):
+        assert two.context.gradients[leaf].eq(-1.0).all()
 
 
 def test_fast_mode_and_profiled_passes_use_the_state_machine(performed: list[str]) -> None:
