@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,11 @@ from farprop.runtime.autograd.engine import LocalPass
 from farprop.wire.dialect import PICKLES
 from farprop.wire.fast_codec import decode_call, encode_call, encode_value
 from farprop.wire.message import ANSWER, Message, Method
+
+
+def _arrived(buffers: list[Any]) -> list[Any]:
+    """The buffers of a message at its receiver."""
+    return [memoryview(bytearray(buffer)) for buffer in buffers]
 
 
 class Network:
@@ -37,13 +43,14 @@ class Network:
 
     def call_method(self, rank: int, method: Method, message: Message, timeout: float, system: bool) -> Message:
         self.messages.append(method)
-        args, _ = decode_call(message.payload, message.buffers, message.flags)
+        args, _ = decode_call(message.payload, _arrived(message.buffers), message.flags)
         if method is Method.GRADIENTS:
             answer = self.other.on_gradients(1 - rank, *args)
         else:
             assert method is Method.ABORT, method
             answer = encode_value([])
         answer.kind = ANSWER
+        answer.buffers = _arrived(answer.buffers)
         return answer
 
     def submit(self, function: Callable[..., None], *args: Any) -> None:
@@ -195,6 +202,59 @@ def test_large_gradients_travel_alone() -> None:
     assert len(two.networks[0].messages) == 4
     for leaf in (*large, *small):
         assert two.context.gradients[leaf].eq(-1.0).all()
+
+
+class Pipeline:
+    """Worker 0 has the loss, workers 1 and 2 a stage each. Messages arrive at once."""
+
+    class Peers(Network):
+        def __init__(self, pipeline: Pipeline, rank: int) -> None:
+            super().__init__()
+            self.pipeline = pipeline
+            self.rank = rank
+
+        def blocked(self) -> Any:
+            return contextlib.nullcontext()
+
+        def call_method(self, rank: int, method: Method, message: Message, timeout: float, system: bool) -> Message:
+            self.pipeline.messages.append((self.rank, rank, method))
+            args, _ = decode_call(message.payload, _arrived(message.buffers), message.flags)
+            answer = encode_value(self.pipeline.drivers[rank].methods()[method](self.rank, *args))
+            answer.kind = ANSWER
+            return answer
+
+        def send_method(self, rank: int, method: Method, message: Message, call: Any, system: bool) -> None:
+            call.finish(self.call_method(rank, method, message, 60.0, system), None)
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[int, int, Method]] = []
+        self.drivers = [BackwardDriver(rank, self.Peers(self, rank)) for rank in range(3)]  # type: ignore[arg-type]
+        self.context = self.drivers[0].contexts.new()
+
+    def send(self, sender: int, to: int, tensor: torch.Tensor) -> torch.Tensor:
+        context = self.drivers[sender].contexts.find(self.context.id)
+        return _deliver(_message(context, to, (tensor,)), sender, self.drivers[to])[1][0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_pipeline_takes_one_message_to_the_last_stage_and_one_with_credit(fast: bool) -> None:
+    pipe = Pipeline()
+    weights = [torch.rand(3, requires_grad=True) for _ in range(2)]
+    pipe.drivers[1].contexts.meet(pipe.context.id)
+    outputs = []
+    for number in range(4):
+        between = pipe.send(1, 2, weights[0] * number)
+        outputs.append(pipe.send(2, 0, (between * weights[1]).sin()))
+    pipe.drivers[0].backward(pipe.context.id, [torch.cat(outputs).sum()], False, fast, 60.0)
+    gradients, credit = Method.GRADIENTS, Method.RETURN_CREDIT
+    if not fast:
+        assert pipe.messages == [(0, 2, gradients), *[(2, 1, gradients)] * 4, (1, 0, credit)]
+    else:
+        assert pipe.messages.count((0, 2, gradients)) == 1
+    loss = torch.cat([(weights[0] * number * weights[1]).sin() for number in range(4)]).sum()
+    for rank, expected in enumerate(torch.autograd.grad(loss, weights), 1):
+        found = pipe.drivers[rank].contexts.find(pipe.context.id).gradients
+        torch.testing.assert_close(found[weights[rank - 1]], expected)
 
 
 def test_fast_mode_and_profiled_passes_use_the_state_machine(performed: list[str]) -> None:
