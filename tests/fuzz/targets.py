@@ -79,6 +79,7 @@ def messages() -> Target:
     def head(data: bytes) -> None:
         found = PassHead.parse(data)
         found.share.credit.is_whole  # noqa: B018
+        assert found.bundle is None or len(found.bundle.parts) <= len(data)
 
     def answer(data: bytes) -> None:
         assert len(GradientAnswer.parse(data).parts) <= len(data)
@@ -210,7 +211,7 @@ def seeds(name: str) -> list[bytes]:
 
     from farprop.distributed.native import framing as groups
     from farprop.ids import GlobalId
-    from farprop.protocol.backward import Credit, CreditShare, PassId
+    from farprop.protocol.backward import Credit, CreditShare, PassId, Series
     from farprop.protocol.handshake import VERSION
     from farprop.protocol.references.control_plane import Operation, OperationKind
     from farprop.protocol.references.records import Fork
@@ -223,6 +224,7 @@ def seeds(name: str) -> list[bytes]:
         REFS,
         REMOTE,
         REQUEST,
+        Bundle,
         GradientAnswer,
         GradientPart,
         PassHead,
@@ -254,6 +256,11 @@ def seeds(name: str) -> list[bytes]:
             b"\1" + bytes(24) + b"\2\0" + bytes(16) + b"pickle",
             b"\2" + pack_share(share),
             b"\3" + PassHead(1, 2, PassId(0, 1), 1, True, False, False, share).pack(),
+            b"\3"
+            + PassHead(
+                *(1, 0, PassId(0, 1), 1, False, False, False, share),
+                Bundle([GradientPart(1, share, 2), GradientPart(3, share, 1)], Series(2, True)),
+            ).pack(),
             b"\4" + pack_operations([Operation(OperationKind.REGISTER, one, two, True)] * 2),
             b"\5" + GradientAnswer([GradientPart(1, share, 2)], share).pack(),
         ],

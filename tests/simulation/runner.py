@@ -56,6 +56,7 @@ KINDS = {
             "passes": ("SMART", "FAST", "complete", "compared with the other mode"),
             "outcomes": ("ended", "failed", "stuck", "cut short"),
             "messages": ("gradients", "give-backs", "surveys", "releases", "answers"),
+            "bundles": ("bundles", "bundles that run together", "messages of a series", "kept credit"),
             "failure": ("failures", "aborts"),
             "clean-up": ("clean-ups", "questions"),
         },

@@ -6,8 +6,10 @@ import pytest
 
 from farprop.protocol.backward import (
     ALL,
+    ALONE,
     ROOTS,
     WHOLE,
+    Announcer,
     BackwardStateMachine,
     Credit,
     CreditShare,
@@ -17,6 +19,7 @@ from farprop.protocol.backward import (
     Release,
     Run,
     Send,
+    Series,
     Stuck,
     Survey,
     Target,
@@ -151,3 +154,78 @@ def test_unexpected_gradients_raise() -> None:
     with pytest.raises(UnknownSource):
         machine.on_gradient(5, CreditShare(HALF, {}))
     machine.validate()
+
+
+# Series, and credit that is kept
+
+QUARTER = CreditShare(Credit(1, 2), {})
+
+
+def _handle(
+    machine: BackwardStateMachine, series: Series, share: CreditShare = QUARTER
+) -> tuple[bool, list[PassAction]]:
+    """Whether the credit of a message is kept, and what is returned when it is handled."""
+    machine.on_message(series)
+    kept = machine.keep(share)
+    machine.validate()
+    actions = machine.on_handled()
+    machine.validate()
+    return kept, actions
+
+
+def test_credit_of_a_series_returns_at_once() -> None:
+    machine = _machine(1, ({5}, []))
+    assert _handle(machine, Series(2, False), CreditShare(Credit(1, 2), {3: (1, True)})) == (True, [])
+    assert machine.active
+    assert _handle(machine, Series(0, True)) == (True, [])
+    assert _handle(machine, Series(0, True)) == (True, [GiveBack(CreditShare(Credit(3, 2), {3: (1, True)}))])
+    assert not machine.active
+
+
+def test_series_may_be_handled_in_any_order() -> None:
+    machine = _machine(1, ({5}, []))
+    assert _handle(machine, Series(0, True)) == (False, [])
+    assert _handle(machine, Series(2, False)) == (True, [])
+    assert _handle(machine, Series(0, True)) == (True, [GiveBack(CreditShare(Credit(2, 2), {}))])
+    assert _handle(machine, Series(0, True)) == (False, [])  # of another series, whose first message is late
+    assert _handle(machine, Series(1, False)) == (True, [GiveBack(QUARTER)])
+
+
+def test_credit_waits_for_other_messages_that_are_handled_now() -> None:
+    machine = _machine(1, ({5}, []))
+    machine.on_message(ALONE)
+    assert _handle(machine, ALONE) == (True, [])
+    assert machine.on_handled() == [GiveBack(QUARTER)]
+
+
+def test_a_failed_pass_returns_no_credit() -> None:
+    machine = _machine(1, ({5}, []))
+    _handle(machine, Series(1, False))
+    machine.fail()
+    machine.on_message(Series(0, True))
+    assert machine.on_handled() == []
+
+
+def test_an_announcer_announces_once_and_marks_one_message_of_each_source() -> None:
+    several = [Target(1, 5), Target(1, 6), Target(2, 7)], [Target(1, 8)], None, [Target(1, 9)]
+    announcer = Announcer(several)
+    announcer.begin(several[0])
+    assert [announcer.next(worker) for worker in (1, 1, 2, 3)] == [Series(2, False), ALONE, ALONE, ALONE]
+    announcer.begin(())
+    assert announcer.next(1) == ALONE
+    for targets in (several[1], several[3]):
+        announcer.begin(targets)
+        assert [announcer.next(1), announcer.next(1)] == [Series(0, True), ALONE]
+
+
+def test_sources_run_together_if_they_lead_to_nobody_else() -> None:
+    units: list[tuple[set[int], list[Target]]] = [({5}, []), ({6}, [Target(2, 9)]), ({7}, [Target(3, 1)])]
+    machine = _machine(1, *units)
+    assert machine.start_together([5, 7], 2) is None
+    assert machine.start_together([5, 5], 2) is None
+    assert machine.start_together([5, 8], 2) is None
+    assert machine.start_together([5, 6], 2) == [(), (Target(2, 9),)]
+    assert machine.start_together([5, 6], 2) is None
+    machine.validate()
+    shared = _machine(1, ({5}, []), ({6}, []), ({5, 6}, []))
+    assert shared.start_together([5, 6], 2) is None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from farprop.errors import ProtocolError
 from farprop.ids import GlobalId
-from farprop.protocol.backward import ALL, NONE, WHOLE, Credit, CreditShare, PassId
+from farprop.protocol.backward import ALL, NONE, WHOLE, Credit, CreditShare, PassId, Series
 from farprop.protocol.references.control_plane import Operation, OperationKind
 from farprop.protocol.references.records import Fork, ReturnedFork
 from farprop.wire.frames import FrameReader
@@ -30,6 +30,7 @@ from farprop.wire.message import (
     RETURNS,
     SYSTEM,
     AutogradHead,
+    Bundle,
     Creation,
     GradientAnswer,
     GradientPart,
@@ -215,6 +216,18 @@ def head_with(**fields: Any) -> PassHead:
 def test_pass_heads_round_trip(share: CreditShare, fast: bool, keep_graph: bool, anomaly: bool) -> None:
     head = head_with(share=share, fast=fast, keep_graph=keep_graph, anomaly=anomaly)
     assert PassHead.parse(head.pack()) == head
+
+
+@given(
+    parts=st.lists(st.builds(GradientPart, longs, shares, st.integers(0, 2**32 - 1)), max_size=4),
+    series=st.builds(Series, st.integers(0, 2**16 - 1), st.booleans()),
+)
+def test_heads_of_bundles_round_trip(parts: list[GradientPart], series: Series) -> None:
+    head = head_with(message_id=0, share=CreditShare(NONE, {}), bundle=Bundle(parts, series))
+    assert PassHead.parse(head.pack()) == head
+    for broken in (head.pack()[:-1], head.pack() + b"x"):
+        with pytest.raises(ProtocolError):
+            PassHead.parse(broken)
 
 
 def test_whole_credit_parses_to_the_constant() -> None:

@@ -15,12 +15,17 @@ The origin detects the end of a pass by *credit recovery* (Mattern, 1989). It st
 message carries a share of it, and a worker that has nothing left to do returns its share to the origin. When the origin
 has all of the credit again, no message is in flight and no worker is active.
 
+A worker keeps credit while it knows of another message of the pass that it will handle to the end: one that it handles
+at the moment, or one that is *announced*. Whoever sends several messages to the same worker one after the other, each
+as soon as its gradients are there, announces with the first how many follow (``Series``). The credit of all of them
+then returns in one message. Messages may be handled in any order.
+
 Each event is a method, which returns the actions to perform. The machine is not thread-safe: the caller locks.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -96,6 +101,50 @@ class CreditShare(NamedTuple):
 
 
 ALL = CreditShare(WHOLE, {})  # the origin's share at the start
+
+
+class Series(NamedTuple):
+    """A message's place among those that its sender sends to the same worker in this pass.
+
+    ``following`` messages are announced by this one. ``announced``: an earlier one has announced this one.
+    """
+
+    following: int
+    announced: bool
+
+
+ALONE = Series(0, False)
+_MOST_ANNOUNCED = 0xFFFF
+
+
+class Announcer:
+    """The series of messages that follow from gradients for several sources, which run one by one.
+
+    A message goes to each worker that has targets of a source, even if there is no gradient in it. So it is known
+    beforehand how many messages each worker gets.
+
+    Args:
+        targets: by source. None for a source of which it is not known what it leads to.
+    """
+
+    def __init__(self, targets: Iterable[Sequence[Target] | None]) -> None:
+        self._counts = Counter([worker for some in targets for worker in {target.worker for target in some or ()}])
+        self._begun: set[int] = set()
+        self._due: set[int] = set()
+
+    def begin(self, targets: Iterable[Target]) -> None:
+        """The messages that follow from the source with these targets are sent now."""
+        self._due = {target.worker for target in targets}
+
+    def next(self, worker: int) -> Series:
+        """The place of a message to this worker. Only the first one that follows from a source belongs to a series."""
+        if worker not in self._due or not 1 < self._counts[worker] <= _MOST_ANNOUNCED:
+            return ALONE
+        self._due.remove(worker)
+        if worker in self._begun:
+            return Series(0, True)
+        self._begun.add(worker)
+        return Series(self._counts[worker] - 1, False)
 
 
 class Run(NamedTuple):
@@ -196,6 +245,8 @@ class BackwardStateMachine:
         self._running = False
         self._queue: deque[tuple[int | None, frozenset[int], CreditShare]] = deque()
         self._reported = (0, False)
+        self._awaited = 0  # messages that will be handled to the end; below 0 if an announced one came too early
+        self._kept: CreditShare | None = None  # to be returned when no message is awaited
         self._recovered = NONE
         self._statuses: Statuses = {}
         self._used: Mapping[int, frozenset[int]] | None = None  # the sends that the roots reach
@@ -228,6 +279,25 @@ class BackwardStateMachine:
         self._started.add(number)
         return self.units[number].targets
 
+    def start_together(self, sources: Sequence[int], to: int | None) -> list[Sequence[Target]] | None:
+        """The gradients of several sources arrived at once; the short cut if they lead to no other worker than ``to``.
+
+        Returns:
+            The targets of each. The caller runs the units of all sources, then goes on as after ``start_unshared``.
+            None if the short cut does not apply.
+        """
+        new = set(sources)
+        if not self._nothing_shared or self.failed or not new <= self.sources or not new.isdisjoint(self._arrived):
+            return None
+        targets: list[Sequence[Target]] = []
+        for source in sources:
+            targets += [self.units[number].targets for number in self._waiting[source]]
+        if len(new) < len(sources) or any(target.worker != to for some in targets for target in some):
+            return None
+        for source in sources:
+            self.start_unshared(source)
+        return targets
+
     def on_release(self, used: Iterable[int], share: CreditShare) -> list[PassAction]:
         """The origin says which sources are used. No unit waits for the others any more."""
         if self.failed:
@@ -253,6 +323,25 @@ class BackwardStateMachine:
         """Return the share of an event that caused no further messages."""
         return self.on_credit(share) if self.own_rank == self.origin else [GiveBack(share)]
 
+    def on_message(self, series: Series) -> None:
+        """A message with gradients arrived, and its gradients are handled from now on."""
+        self._awaited += series.following + (not series.announced)
+
+    def on_handled(self) -> list[PassAction]:
+        """All that a message has caused on this thread is done: return the credit that was kept."""
+        self._awaited -= 1
+        if self._awaited > 0 or self._kept is None or self.failed:
+            return []
+        kept, self._kept = self._kept, None
+        return [GiveBack(kept)]
+
+    def keep(self, share: CreditShare) -> bool:
+        """Keep a share that is to be returned, if another message is awaited; returns whether it is kept."""
+        if self._awaited <= 0:
+            return False
+        self._kept = share if self._kept is None else self._kept.plus(share)
+        return True
+
     def reach(self, sources: Iterable[int]) -> set[Target]:
         """The targets that can be reached from any of these sources."""
         wanted = set(sources)
@@ -277,7 +366,8 @@ class BackwardStateMachine:
     @property
     def active(self) -> bool:
         """Whether the pass is running or waiting on this worker."""
-        return not self.failed and not self.ended and (self._running or self.blocked or self.own_rank == self.origin)
+        is_busy = self._running or self._kept is not None or self.blocked or self.own_rank == self.origin
+        return not self.failed and not self.ended and is_busy
 
     @property
     def missing(self) -> frozenset[int]:
@@ -366,5 +456,6 @@ class BackwardStateMachine:
             assert self._missing[number] == len(missing), f"unit {number} miscounts its sources"
             assert number not in self._started or not missing, f"unit {number} ran too early"
         assert self._running or not self._queue, "a queued event does not run"
+        assert self._kept is None or self._awaited > 0 or self.failed, "credit is kept, and no message is awaited"
         assert not (self.ended and self.missing and self.blocked), "the pass ended with work left"
         assert not (self.ended and self.failed), "the pass ended and failed"

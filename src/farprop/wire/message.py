@@ -23,7 +23,7 @@ import torch
 
 from farprop.errors import ProtocolError
 from farprop.ids import GlobalId
-from farprop.protocol.backward import ALL, Credit, CreditShare, PassId, Statuses
+from farprop.protocol.backward import ALL, NONE, Credit, CreditShare, PassId, Series, Statuses
 from farprop.protocol.references.control_plane import Operation, OperationKind
 from farprop.protocol.references.records import Fork, OwnedValue, ReturnedFork, UserReference
 from farprop.wire.tensors import DeviceMapRequired
@@ -344,7 +344,8 @@ def unpack_operations(data: bytes) -> tuple[Operation, ...]:
 
 # Backward passes
 
-# context, message id, origin, number, the origin's oldest running pass, flags; a credit share follows
+# context, message id, origin, number, the origin's oldest running pass, flags; a credit share follows or, with
+# _BUNDLED, a place in a series and parts
 _PASS = struct.Struct("<QQHQQB")
 # level of the credit, length of its parts, number of statuses; an empty share stands for all of the credit
 _SHARE = struct.Struct("<IHH")
@@ -352,10 +353,29 @@ _STATUS = struct.Struct("<HIB")
 # message id, number of gradients, length of the credit share
 _PART = struct.Struct("<QIH")
 _DEEPEST = 1 << 18  # the highest accepted level of a credit: half of the format's limit, so that it can be split
-_FAST_MODE, _KEEP_GRAPH, _ANOMALY = 1, 2, 4
-_SMALL_GRADIENT = 16 * 1024  # bytes; a smaller one is made contiguous, because the fast codec takes no others
+# how many messages follow, whether this one was announced
+_SERIES = struct.Struct("<HB")
+_FAST_MODE, _KEEP_GRAPH, _ANOMALY, _BUNDLED = 1, 2, 4, 8
+# In bytes. A smaller one is made contiguous and gets its own memory, because the fast codec takes no others.
+_SMALL_GRADIENT = 16 * 1024
 
 Gradient = torch.Tensor | None
+
+
+class GradientPart(NamedTuple):
+    """Gradients for one of the sends of the worker that a message goes to."""
+
+    message_id: int
+    share: CreditShare
+    gradients: int
+    """How many of the payload's gradients belong to this part."""
+
+
+class Bundle(NamedTuple):
+    """The gradients of a message that has them for several sends, or belongs to a series."""
+
+    parts: Sequence[GradientPart]
+    series: Series
 
 
 class PassHead(NamedTuple):
@@ -371,10 +391,15 @@ class PassHead(NamedTuple):
     keep_graph: bool
     anomaly: bool
     share: CreditShare
+    bundle: Bundle | None = None
+    """If there is one, it has the messages' ids and the credit."""
 
     def pack(self) -> bytes:
-        context_id, message_id, (origin, number), oldest, fast, keep_graph, anomaly, share = self
+        context_id, message_id, (origin, number), oldest, fast, keep_graph, anomaly, share, bundle = self
         flags = _FAST_MODE * fast | _KEEP_GRAPH * keep_graph | _ANOMALY * anomaly
+        if bundle is not None:
+            head = _PASS.pack(context_id, 0, origin, number, oldest, flags | _BUNDLED)
+            return b"".join((head, _SERIES.pack(*bundle.series), *_pack_parts(bundle.parts)))
         head = _PASS.pack(context_id, message_id, origin, number, oldest, flags)
         return head if share is ALL else head + pack_share(share)
 
@@ -384,18 +409,13 @@ class PassHead(NamedTuple):
             context_id, message_id, origin, number, oldest, flags = _PASS.unpack_from(data)
         except struct.error as error:
             raise _nonsense(error) from error
-        share = ALL if len(data) == _PASS.size else unpack_share(data[_PASS.size :])
+        bundle = None
+        if flags & _BUNDLED:
+            share, bundle = CreditShare(NONE, {}), _unpack_bundle(data)
+        else:
+            share = ALL if len(data) == _PASS.size else unpack_share(data[_PASS.size :])
         fast, keep_graph, anomaly = bool(flags & _FAST_MODE), bool(flags & _KEEP_GRAPH), bool(flags & _ANOMALY)
-        return cls(context_id, message_id, PassId(origin, number), oldest, fast, keep_graph, anomaly, share)
-
-
-class GradientPart(NamedTuple):
-    """Gradients for one of the sends of the worker that an answer goes to."""
-
-    message_id: int
-    share: CreditShare
-    gradients: int
-    """How many of the payload's gradients belong to this part."""
+        return cls(context_id, message_id, PassId(origin, number), oldest, fast, keep_graph, anomaly, share, bundle)
 
 
 class GradientAnswer(NamedTuple):
@@ -406,30 +426,52 @@ class GradientAnswer(NamedTuple):
     """The credit that returns to the origin, which is the caller."""
 
     def pack(self) -> bytes:
-        rows = [_COUNT.pack(len(self.parts))]
-        for message_id, share, gradients in self.parts:
-            packed = b"" if share is ALL else pack_share(share)
-            rows += (_PART.pack(message_id, gradients, len(packed)), packed)
+        rows = _pack_parts(self.parts)
         if self.credit is not None:
             rows += (b"\x01", pack_share(self.credit))
         return b"".join(rows)
 
     @classmethod
     def parse(cls, data: bytes) -> GradientAnswer:
-        parts: list[GradientPart] = []
-        try:
-            (count,) = _COUNT.unpack_from(data)
-            at = _COUNT.size
-            for _ in range(count):
-                message_id, gradients, length = _PART.unpack_from(data, at)
-                at += _PART.size
-                parts.append(GradientPart(message_id, unpack_share(data[at : at + length]), gradients))
-                at += length
-        except struct.error as error:
-            raise _nonsense(error) from error
-        if at > len(data):
-            raise _nonsense("it is too short")
+        parts, at = _unpack_parts(data, 0)
         return cls(parts, None if at == len(data) else unpack_share(data[at + 1 :]))
+
+
+def _pack_parts(parts: Sequence[GradientPart]) -> list[bytes]:
+    rows = [_COUNT.pack(len(parts))]
+    for message_id, share, gradients in parts:
+        packed = b"" if share is ALL else pack_share(share)
+        rows += (_PART.pack(message_id, gradients, len(packed)), packed)
+    return rows
+
+
+def _unpack_parts(data: bytes, at: int) -> tuple[list[GradientPart], int]:
+    """The parts that begin at a place of ``data``, and the place after them."""
+    parts: list[GradientPart] = []
+    try:
+        (count,) = _COUNT.unpack_from(data, at)
+        at += _COUNT.size
+        for _ in range(count):
+            message_id, gradients, length = _PART.unpack_from(data, at)
+            at += _PART.size
+            parts.append(GradientPart(message_id, unpack_share(data[at : at + length]), gradients))
+            at += length
+    except struct.error as error:
+        raise _nonsense(error) from error
+    if at > len(data):
+        raise _nonsense("it is too short")
+    return parts, at
+
+
+def _unpack_bundle(data: bytes) -> Bundle:
+    try:
+        following, announced = _SERIES.unpack_from(data, _PASS.size)
+    except struct.error as error:
+        raise _nonsense(error) from error
+    parts, at = _unpack_parts(data, _PASS.size + _SERIES.size)
+    if at != len(data):
+        raise _nonsense("it is too long")
+    return Bundle(parts, Series(following, bool(announced)))
 
 
 def encode_gradients(encode_call: Callable[..., Message], head: bytes, gradients: Sequence[Gradient]) -> Message:
@@ -440,6 +482,7 @@ def encode_gradients(encode_call: Callable[..., Message], head: bytes, gradients
     """
     items: list[Any] = [head]
     places: dict[int, int] = {}
+    several = len(gradients) > 1
     for place, gradient in enumerate(gradients):
         if gradient is None:
             items.append(None)
@@ -447,8 +490,12 @@ def encode_gradients(encode_call: Callable[..., Message], head: bytes, gradients
         first = places.setdefault(id(gradient), place)
         if first != place:
             items.append(first)
-        elif gradient.layout is torch.strided and not gradient.is_contiguous() and gradient.nbytes <= _SMALL_GRADIENT:
-            items.append(gradient.contiguous())  # such as the expanded gradient of sum()
+        elif gradient.layout is torch.strided and gradient.nbytes <= _SMALL_GRADIENT:
+            if not gradient.is_contiguous():
+                gradient = gradient.contiguous()  # such as the expanded gradient of sum()
+            elif several and gradient.untyped_storage().nbytes() > gradient.nbytes:
+                gradient = gradient.clone()  # such as those of cat(), which share their memory
+            items.append(gradient)
         else:
             items.append(gradient)
     try:

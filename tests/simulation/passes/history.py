@@ -50,6 +50,8 @@ class PassHistory:
         total = self.loose
         for local in self.locals.values():
             total += amount(local.machine._recovered)
+            if local.machine._kept is not None:
+                total += amount(local.machine._kept.credit)
             for _, _, share in local.machine._queue:
                 total += amount(share.credit)
         return total

@@ -13,11 +13,13 @@ from farprop.protocol.backward import (
     Ended,
     PassAction,
     Run,
+    Series,
     Stuck,
     Survey,
     Target,
     passed_on,
 )
+from farprop.wire.message import GradientPart
 from tests.simulation.passes import checks
 from tests.simulation.passes.forward import Graph
 from tests.simulation.passes.history import PassHistory, amount
@@ -64,6 +66,36 @@ class LocalPass:
             self.history.loose += amount(share.credit)
         units = [number for number, unit in enumerate(self.machine.units) if unit.sources == {source}]
         return UnsharedRun(Run(source, tuple(units), share), targets)
+
+    def start_together(self, parts: Sequence[GradientPart], to: int) -> list[UnsharedRun] | None:
+        """The fast path for several sources that lead to no other worker; else None."""
+        if self.is_profiled:
+            return None
+        started = self.machine.start_together([part.message_id for part in parts], to)
+        if started is None:
+            return None
+        self.world.counts["bundles that run together"] += len(parts) > 1
+        runs = []
+        for part, targets in zip(parts, started, strict=True):
+            units = [number for number, unit in enumerate(self.machine.units) if unit.sources == {part.message_id}]
+            runs.append(UnsharedRun(Run(part.message_id, tuple(units), part.share), targets))
+        return runs
+
+    def on_message(self, series: Series) -> None:
+        self.world.touched[self] = None
+        self.machine.on_message(series)
+
+    def keep(self, share: CreditShare) -> bool:
+        """Whether credit that is to be returned is kept for a while."""
+        self.world.touched[self] = None
+        kept = self.machine.keep(share)
+        if kept:
+            self.world.counts["kept credit"] += 1
+            self._take(share)
+        return kept
+
+    def on_handled(self) -> list[PassAction]:
+        return self._wanted(self.machine.failed, self.machine.on_handled())
 
     def end_unshared(self, unshared: UnsharedRun) -> list[PassAction]:
         run = unshared.run

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from farprop.protocol.backward import (
+    Announcer,
     BackwardStateMachine,
     Credit,
     CreditShare,
@@ -14,6 +15,7 @@ from farprop.protocol.backward import (
     PassAction,
     Run,
     Send,
+    Series,
     Statuses,
     Target,
 )
@@ -320,3 +322,81 @@ def unshared_after_failure(self: BackwardStateMachine, source: int) -> Sequence[
 def credit_kept(self: BackwardStateMachine, share: CreditShare) -> list[PassAction]:
     """Credit of a run without targets is not returned."""
     return self.on_credit(share) if self.own_rank == self.origin else []
+
+
+@pass_mutant("start_together")
+def shared_run_together(self: BackwardStateMachine, sources: Sequence[int], to: int | None) -> Any:
+    """Sources that share nodes with others run together as soon as they arrive."""
+    self._nothing_shared = not self.fast
+    if self.failed or self.fast or not self._arrived.isdisjoint(sources):
+        return None
+    self._arrived.update(sources)
+    return [self.units[self._waiting[source][0]].targets for source in sources]
+
+
+# Credit that is kept
+
+
+@pass_mutant("on_handled")
+def kept_for_ever(self: BackwardStateMachine) -> list[PassAction]:
+    """Credit that is kept is never returned."""
+    self._awaited -= 1
+    return []
+
+
+@pass_mutant("on_handled")
+def kept_statuses_lost(self: BackwardStateMachine) -> list[PassAction]:
+    """Credit that was kept returns without the reports of blocked workers."""
+    actions: list[PassAction] = _HEALTHY["on_handled"](self)
+    return [GiveBack(CreditShare(action.share.credit, {})) for action in actions if isinstance(action, GiveBack)]
+
+
+@pass_mutant("on_message")
+def order_taken_for_granted(self: BackwardStateMachine, series: Series) -> None:
+    """A message that is handled before the one that announced it is forgotten."""
+    self._awaited = max(self._awaited, 0)
+    _HEALTHY["on_message"](self, series)
+
+
+@pass_mutant("on_message")
+def announced_counts_twice(self: BackwardStateMachine, series: Series) -> None:
+    """A message that was announced counts when it is announced, and again when it arrives."""
+    self._awaited += series.following + 1
+
+
+@pass_mutant("keep")
+def kept_without_need(self: BackwardStateMachine, share: CreditShare) -> bool:
+    """Credit is kept although no message is awaited."""
+    self._kept = share if self._kept is None else self._kept.plus(share)
+    return True
+
+
+@pass_mutant("keep")
+def only_the_last_is_kept(self: BackwardStateMachine, share: CreditShare) -> bool:
+    """Credit that is kept replaces what was kept before."""
+    kept = self._awaited > 0
+    self._kept = share if kept else self._kept
+    return kept
+
+
+_next = Announcer.next
+
+
+@mutant(Announcer, "next", kind="passes")
+def one_too_many_announced(self: Announcer, worker: int) -> Series:
+    """The first message of a series announces itself, too."""
+    following, announced = _next(self, worker)
+    return Series(following + (following > 0), announced)
+
+
+@mutant(Announcer, "next", kind="passes")
+def every_message_announces(self: Announcer, worker: int) -> Series:
+    """All messages of a series announce the others."""
+    series = _next(self, worker)
+    return Series(self._counts[worker] - 1, True) if series.announced else series
+
+
+@mutant(Announcer, "begin", kind="passes")
+def announced_and_not_marked(self: Announcer, targets: Iterable[Target]) -> None:
+    """Only the first message of a series says that it belongs to it."""
+    self._due = {target.worker for target in targets} - self._begun

@@ -10,8 +10,20 @@ import itertools
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from farprop.protocol.backward import ROOTS, CreditShare, GiveBack, PassAction, PassId, Release, Run, Send
-from farprop.wire.message import PassHead
+from farprop.protocol.backward import (
+    ALONE,
+    NONE,
+    ROOTS,
+    Announcer,
+    CreditShare,
+    GiveBack,
+    PassAction,
+    PassId,
+    Release,
+    Run,
+    Send,
+)
+from farprop.wire.message import Bundle, GradientPart, PassHead
 from tests.simulation.passes import checks
 from tests.simulation.passes.context import ContextHolder
 from tests.simulation.passes.local_pass import LocalPass, UnsharedRun
@@ -23,7 +35,7 @@ if TYPE_CHECKING:
     from tests.simulation.passes.world import World
 
 # The template of a message head; the fields that matter are set for each message.
-_HEAD = PassHead(*[False] * len(PassHead._fields))._replace(context_id=7)
+_HEAD = PassHead(*[False] * len(PassHead._fields))._replace(context_id=7, bundle=None)
 
 
 class Worker(ContextHolder):
@@ -34,7 +46,14 @@ class Worker(ContextHolder):
 
     # Performing actions
 
-    def perform(self, local: LocalPass, actions: list[PassAction], back_to: int = -1, waits: bool = False) -> Steps:
+    def perform(
+        self,
+        local: LocalPass,
+        actions: list[PassAction],
+        back_to: int = -1,
+        waits: bool = False,
+        announcer: Announcer | None = None,
+    ) -> Steps:
         """Perform actions; returns the messages to worker ``back_to``. ``waits``: the thread may wait for an answer."""
         back: list[tuple[bytes, bool]] = []
         sends: deque[Send] = deque()
@@ -44,8 +63,7 @@ class Worker(ContextHolder):
                 yield self.world.network.delay()  # other threads run in between
                 continue
             if not todo:
-                send = sends.popleft()
-                call = self._send(local, send)
+                call = self._send(local, self._bundled(sends), announcer)
                 if waits and not sends:
                     todo.extend(self._take_answer(local, (yield call)))
                 else:
@@ -67,7 +85,7 @@ class Worker(ContextHolder):
                 head = self.head(local, 0, action.share)
                 if back_to == local.id.origin:
                     back.append((head, False))
-                else:
+                elif not local.keep(action.share):
                     self.tell(local, local.id.origin, "give_back", head)
             elif isinstance(action, Release):
                 if action.worker == self.rank:
@@ -98,23 +116,31 @@ class Worker(ContextHolder):
     def _execute(self, local: LocalPass, unshared_or_run: UnsharedRun | Run) -> Steps:
         unshared = unshared_or_run if isinstance(unshared_or_run, UnsharedRun) else None
         run = unshared_or_run if isinstance(unshared_or_run, Run) else unshared_or_run.run
-        rng, faults = self.world.rng, self.world.faults
         self.world.trace("%d runs units %s of %s after source %s", self.rank, run.units, local.history, run.source)
         local.begin(run)
+        yield from self._work(local)
+        return local.end(run) if unshared is None else local.end_unshared(unshared)
+
+    def _work(self, local: LocalPass) -> Steps:
+        rng, faults = self.world.rng, self.world.faults
         yield self.world.network.delay()
         if rng.random() < faults.failing:
             self.world.counts["failing units"] += 1
             self.world.trace("%d: it raises", self.rank)
             local.history.faulty = True
             raise PassError("a unit failed")
-        return local.end(run) if unshared is None else local.end_unshared(unshared)
 
-    def head(self, local: LocalPass, message_id: int, share: CreditShare) -> bytes:
+    def head(self, local: LocalPass, message_id: int, share: CreditShare, bundle: Bundle | None = None) -> bytes:
         passes = self.context.passes if self.context is not None else {}
         mine = [number for origin, number in passes if origin == self.rank]
         oldest = min(mine, default=0) if local.id.origin == self.rank else 0
         head = _HEAD._replace(
-            message_id=message_id, pass_id=local.id, oldest=oldest, fast=local.history.fast, share=share
+            message_id=message_id,
+            pass_id=local.id,
+            oldest=oldest,
+            fast=local.history.fast,
+            share=share,
+            bundle=bundle,
         )
         return head.pack()
 
@@ -124,11 +150,29 @@ class Worker(ContextHolder):
         local.history.messages[method] += 1
         return self.world.network.call(self.rank, worker, method, *arguments)
 
-    def _send(self, local: LocalPass, send: Send) -> Future:
-        checks.sends(local, send)
-        local.partners.add(send.target.worker)
-        head = self.head(local, send.target.message_id, send.share)
-        call = self.call(local, send.target.worker, "propagate", self.rank, head)
+    def _bundled(self, sends: deque[Send]) -> list[Send]:
+        """The sends to the first one's worker, or some of them: large gradients travel alone."""
+        bundle, rest = [sends[0]], []
+        for send in list(sends)[1:]:
+            fits = send.target.worker == bundle[0].target.worker and self.world.rng.random() < 0.8
+            (bundle if fits else rest).append(send)
+        sends.clear()
+        sends.extend(rest)
+        return bundle
+
+    def _send(self, local: LocalPass, sends: list[Send], announcer: Announcer | None) -> Future:
+        for send in sends:
+            checks.sends(local, send)
+        worker = sends[0].target.worker
+        local.partners.add(worker)
+        series = ALONE if announcer is None else announcer.next(worker)
+        if len(sends) == 1 and series is ALONE:
+            head = self.head(local, sends[0].target.message_id, sends[0].share)
+        else:
+            self.world.counts["bundles" if len(sends) > 1 else "messages of a series"] += 1
+            parts = [GradientPart(send.target.message_id, send.share, 0) for send in sends]
+            head = self.head(local, 0, CreditShare(NONE, {}), Bundle(parts, series))
+        call = self.call(local, worker, "propagate", self.rank, head)
         rng = self.world.rng
         if rng.random() < self.world.faults.timeouts:
             self.world.clock.after(rng.uniform(0.0, 0.1), self._time_out, call)
@@ -185,10 +229,40 @@ class Worker(ContextHolder):
         local = self._local(head)
         local.partners.add(sender)
         try:
+            if head.bundle is not None:
+                return (yield from self._on_bundle(local, head.bundle, sender))
             return (yield from self.on_gradient(local, head.message_id, head.share, back_to=sender))
         except PassError:
             local.fail()
             raise
+
+    def _on_bundle(self, local: LocalPass, bundle: Bundle, sender: int) -> Steps:
+        parts, series = bundle
+        local.on_message(series)
+        back = []
+        together = local.start_together(parts, sender)
+        if together is not None:
+            actions: list[PassAction] = []
+            for unshared in together:
+                local.begin(unshared.run)
+            yield from self._work(local)
+            for unshared in together:
+                actions += local.end_unshared(unshared)
+            back += yield from self.perform(local, actions, sender)
+        else:
+            started = [local.start_unshared(part.message_id, part.share) for part in parts]
+            announcer = Announcer([None if unshared is None else unshared.targets for unshared in started])
+            for part, unshared in zip(parts, started, strict=True):
+                if local.machine.failed:
+                    break
+                announcer.begin(() if unshared is None else unshared.targets)
+                if unshared is None:
+                    actions = local.on_gradient(part.message_id, part.share)
+                else:
+                    actions = yield from self._execute(local, unshared)
+                back += yield from self.perform(local, actions, sender, announcer=announcer)
+        back += yield from self.perform(local, local.on_handled(), sender)
+        return back
 
     def on_give_back(self, data: bytes) -> Steps:
         head = PassHead.parse(data)

@@ -25,8 +25,10 @@ from farprop.errors import BackwardError, FarpropError, RpcTimeoutError, UsageEr
 from farprop.ids import distinct, unguessable
 from farprop.protocol.backward import (
     ALL,
+    ALONE,
     NONE,
     ROOTS,
+    Announcer,
     CreditShare,
     Ended,
     GiveBack,
@@ -35,6 +37,7 @@ from farprop.protocol.backward import (
     Release,
     Run,
     Send,
+    Series,
     Survey,
     Target,
     UnknownSource,
@@ -42,12 +45,13 @@ from farprop.protocol.backward import (
 )
 from farprop.runtime.autograd.abort import PassAborter
 from farprop.runtime.autograd.contexts import COUNTER_BITS, Context, ContextContainer
-from farprop.runtime.autograd.engine import PASS, SEND, LocalPass, Outgoing, profiled
+from farprop.runtime.autograd.engine import PASS, SEND, LocalPass, Outgoing, profiled, size_of
 from farprop.runtime.autograd.graph import Edge
 from farprop.runtime.autograd.messages import LEAST_SECONDS, CallbackCall, GradientReply, OneWayCall, PeerCaller, survey
 from farprop.runtime.sync import Waker
 from farprop.wire.message import (
     ANSWER,
+    Bundle,
     Gradient,
     GradientAnswer,
     GradientPart,
@@ -59,6 +63,10 @@ from farprop.wire.message import (
 )
 
 _log = logging.getLogger(__name__)
+
+# Gradients for several sends of a worker travel in one message up to this size. Larger ones are not worth waiting for
+# each other, and must not become too large for a message together.
+_BUNDLE_BYTES = 256 * 1024
 
 
 class PassWaiter:
@@ -196,7 +204,9 @@ class BackwardDriver:
                 actions = self._follow(local, targets, outgoing, ALL)
                 break
             target = targets[0]
-            answer, gradients = self._exchange(local, target, ALL, outgoing.get(target, ()), waiter.deadline)
+            part = GradientPart(target.message_id, ALL, 0)
+            message = self._gradient_message(local, target.worker, (part,), ALONE, outgoing.get(target, ()))
+            answer, gradients = self._exchange(target.worker, message, waiter.deadline)
             parts = answer.parts
             if len(parts) != 1 or parts[0].share is not ALL or answer.credit is not None:
                 actions = self._take_answer(local, answer, gradients)
@@ -230,6 +240,7 @@ class BackwardDriver:
         waiter: PassWaiter | None = None,
         back_to: int | None = None,
         reply: GradientReply | None = None,
+        announcer: Announcer | None = None,
     ) -> bool:
         """Perform actions, and those that follow from them.
 
@@ -239,6 +250,7 @@ class BackwardDriver:
             waiter: given by the thread that called ``backward``.
             back_to: the rank of the worker that ``reply`` goes to.
             reply: collects the gradients and the credit for that worker.
+            announcer: knows the messages that follow to the same workers.
 
         Returns:
             Whether the pass has ended, for the thread that called ``backward``.
@@ -248,17 +260,18 @@ class BackwardDriver:
         todo = deque(actions)
         while (todo or sends) and not local.machine.failed:
             if not todo:
-                target, share = sends.popleft()
-                gradients = local.take_gradients(target)
+                worker = sends[0].target.worker
+                parts, gradients, share = self._bundled(local, sends)
+                place = ALONE if announcer is None else announcer.next(worker)
+                message = self._gradient_message(local, worker, parts, place, gradients)
                 # This message carries all of the credit: no other message of the pass is in flight anywhere.
                 if waiter is not None and share.credit.is_whole:
-                    answer, came = self._exchange(local, target, share, gradients, waiter.deadline)
+                    answer, came = self._exchange(worker, message, waiter.deadline)
                     todo.extend(self._take_answer(local, answer, came))
                 else:
-                    message = self._gradient_message(local, target, share, gradients)
                     timeout = self._peers.rpc_timeout if waiter is None else waiter.left()
                     call = CallbackCall(timeout, partial(self._on_answer, local))
-                    self._peers.send_method(target.worker, Method.GRADIENTS, message, call, system=False)
+                    self._peers.send_method(worker, Method.GRADIENTS, message, call, system=False)
                 continue
             action = todo.popleft()
             if isinstance(action, Run):
@@ -275,7 +288,10 @@ class BackwardDriver:
             elif isinstance(action, GiveBack):
                 if back_to == local.id.origin and reply is not None:
                     reply.add_credit(action.share)
-                else:
+                    continue
+                with local.lock:
+                    is_kept = local.machine.keep(action.share)
+                if not is_kept:
                     self._notify(local, local.id.origin, Method.RETURN_CREDIT, self._head(local, 0, action.share))
             elif isinstance(action, Release):
                 todo.extend(self._release(local, action))
@@ -330,33 +346,60 @@ class BackwardDriver:
 
     # Outgoing messages
 
-    def _head(self, local: LocalPass, message_id: int, share: CreditShare) -> bytes:
+    def _head(self, local: LocalPass, message_id: int, share: CreditShare, bundle: Bundle | None = None) -> bytes:
         oldest = 0
         if local.id.origin == self.own_rank:
             oldest = local.context.oldest_pass(local.id.number)
         return PassHead(
-            local.context.id, message_id, local.id, oldest, local.fast, local.keep_graph, local.anomaly, share
+            local.context.id, message_id, local.id, oldest, local.fast, local.keep_graph, local.anomaly, share, bundle
         ).pack()
 
-    def _gradient_message(
-        self, local: LocalPass, target: Target, share: CreditShare, gradients: Sequence[Gradient]
-    ) -> Message:
-        local.partners.add(target.worker)
-        return encode_gradients(self._peers.dialect.encode_call, self._head(local, target.message_id, share), gradients)
+    def _bundled(self, local: LocalPass, sends: deque[Send]) -> tuple[list[GradientPart], list[Gradient], CreditShare]:
+        """Take the first of these and, up to a size, others to the same worker: their parts of a message, its
+        gradients, and the credit of all of them.
+        """
+        target, share = sends.popleft()
+        gradients = local.take_gradients(target)
+        parts = [GradientPart(target.message_id, share, len(gradients))]
+        if not sends:
+            return parts, gradients, share
+        size = size_of(gradients)
+        rest: list[Send] = []
+        for send in sends:
+            more_bytes = local.outgoing_bytes(send.target) if send.target.worker == target.worker else _BUNDLE_BYTES
+            if size + more_bytes > _BUNDLE_BYTES:
+                rest.append(send)
+                continue
+            size += more_bytes
+            more = local.take_gradients(send.target)
+            parts.append(GradientPart(send.target.message_id, send.share, len(more)))
+            gradients += more
+            share = share.plus(send.share)
+        sends.clear()
+        sends.extend(rest)
+        return parts, gradients, share
 
-    def _exchange(
+    def _gradient_message(
         self,
         local: LocalPass,
-        target: Target,
-        share: CreditShare,
+        worker: int,
+        parts: Sequence[GradientPart],
+        series: Series,
         gradients: Sequence[Gradient],
-        deadline: float | None,
+    ) -> Message:
+        local.partners.add(worker)
+        if len(parts) == 1 and series is ALONE:
+            head = self._head(local, parts[0].message_id, parts[0].share)
+        else:
+            head = self._head(local, 0, CreditShare(NONE, {}), Bundle(parts, series))
+        return encode_gradients(self._peers.dialect.encode_call, head, gradients)
+
+    def _exchange(
+        self, worker: int, message: Message, deadline: float | None
     ) -> tuple[GradientAnswer, Sequence[Gradient]]:
         """Send gradients and wait for the answer."""
-        message = self._gradient_message(local, target, share, gradients)
         timeout = None if deadline is None else max(deadline - time.monotonic(), LEAST_SECONDS)
-        answer = self._peers.call_method(target.worker, Method.GRADIENTS, message, timeout, system=False)
-        return self._decode(answer)
+        return self._decode(self._peers.call_method(worker, Method.GRADIENTS, message, timeout, system=False))
 
     def _decode(self, answer: Message) -> tuple[GradientAnswer, Sequence[Gradient]]:
         dialect = self._peers.dialect
@@ -372,14 +415,52 @@ class BackwardDriver:
     # Incoming answers
 
     def _take_answer(self, local: LocalPass, answer: GradientAnswer, gradients: Sequence[Gradient]) -> list[PassAction]:
-        actions: list[PassAction] = []
-        at = 0
-        for message_id, share, count in answer.parts:
-            actions += self._on_gradient(local, message_id, gradients[at : at + count], share)
-            at += count
+        actions = self._on_parts(local, answer.parts, gradients) if answer.parts else []
         if answer.credit is not None:
             with local.lock:
                 actions += local.machine.on_credit(answer.credit)
+        return actions
+
+    def _on_parts(
+        self, local: LocalPass, parts: Sequence[GradientPart], gradients: Sequence[Gradient]
+    ) -> list[PassAction]:
+        """Gradients for some of our sends arrived in an answer."""
+        received = _divided(parts, gradients)
+        if len(parts) > 1:
+            actions = self._run_together(local, parts, received, None)
+            if actions is not None:
+                return actions
+        actions = []
+        for part, own in zip(parts, received, strict=True):
+            actions += self._on_gradient(local, part.message_id, own, part.share)
+        return actions
+
+    def _run_together(
+        self,
+        local: LocalPass,
+        parts: Sequence[GradientPart],
+        received: Sequence[Sequence[Gradient]],
+        to: int | None,
+    ) -> list[PassAction] | None:
+        """If these gradients lead to no other worker than ``to``, run the engine once for all of them.
+
+        Returns:
+            The actions that follow; None if they have to be run one by one.
+        """
+        started = local.start_together([part.message_id for part in parts], to)
+        if started is None:
+            return None
+        local.store_outgoing(local.run_together([part.message_id for part in parts], received))
+        actions: list[PassAction] = []
+        rest: CreditShare | None = None
+        for (_, share, _), targets in zip(parts, started, strict=True):
+            if targets:
+                actions += passed_on(share, targets)
+            else:
+                rest = share if rest is None else rest.plus(share)
+        if rest is not None:
+            with local.lock:
+                actions += local.machine.done_with(rest)
         return actions
 
     def _on_answer(self, local: LocalPass, answer: Message | None, error: Exception | None) -> None:
@@ -412,6 +493,10 @@ class BackwardDriver:
         local = self._local(head)
         local.partners.add(caller)
         try:
+            reply = GradientReply()
+            if head.bundle is not None:
+                self._on_bundle(local, head.bundle, gradients, caller, reply)
+                return reply.encode(encode_call)
             targets = local.start_unshared(head.message_id)
             if targets is not None:
                 outgoing = local.run_unshared(head.message_id, gradients)
@@ -422,7 +507,6 @@ class BackwardDriver:
                 actions = self._follow(local, targets, outgoing, head.share)
             else:
                 actions = self._on_gradient(local, head.message_id, gradients, head.share)
-            reply = GradientReply()
             self._perform(local, actions, back_to=caller, reply=reply)
             return reply.encode(encode_call)
         except BaseException as error:
@@ -430,6 +514,37 @@ class BackwardDriver:
             if isinstance(error, BackwardError):
                 _log.warning("%s: a backward pass failed: %s", self._peers.label, error, exc_info=error)
             raise
+
+    def _on_bundle(
+        self, local: LocalPass, bundle: Bundle, gradients: Sequence[Gradient], caller: int, reply: GradientReply
+    ) -> None:
+        """Gradients for several of our sends arrived at once, or one message of a series.
+
+        Those that lead to other workers run one by one, and what each leads to is sent at once: the next worker begins
+        while this one goes on.
+        """
+        parts, series = bundle
+        received = _divided(parts, gradients)
+        with local.lock:
+            local.machine.on_message(series)
+        actions = self._run_together(local, parts, received, caller)
+        if actions is not None:
+            self._perform(local, actions, back_to=caller, reply=reply)
+        else:
+            started = [local.start_unshared(part.message_id) for part in parts]
+            announcer = Announcer(started)
+            for (message_id, share, _), own, targets in zip(parts, received, started, strict=True):
+                if local.machine.failed:
+                    break
+                announcer.begin(targets or ())
+                if targets is None:
+                    actions = self._on_gradient(local, message_id, own, share)
+                else:
+                    actions = self._follow(local, targets, local.run_unshared(message_id, own), share)
+                self._perform(local, actions, back_to=caller, reply=reply, announcer=announcer)
+        with local.lock:
+            actions = local.machine.on_handled()
+        self._perform(local, actions, back_to=caller, reply=reply)
 
     def _local(self, head: PassHead) -> LocalPass:
         context = self.contexts.get(head.context_id) or self.contexts.find(head.context_id)
@@ -491,6 +606,16 @@ class BackwardDriver:
             "num_current_backward_passes": sum(local.machine.active for local in passes),
             "num_autograd_contexts": len(self.contexts),
         }
+
+
+def _divided(parts: Sequence[GradientPart], gradients: Sequence[Gradient]) -> list[Sequence[Gradient]]:
+    """The gradients of each part."""
+    divided: list[Sequence[Gradient]] = []
+    at = 0
+    for part in parts:
+        divided.append(gradients[at : at + part.gradients])
+        at += part.gradients
+    return divided
 
 
 def _edge_of(root: Any) -> Edge:

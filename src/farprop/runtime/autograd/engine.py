@@ -28,7 +28,7 @@ from farprop.protocol.backward import ROOTS, BackwardStateMachine, PassId, Run, 
 from farprop.runtime.autograd.accumulate import accumulated, add, hooks_of, run_behind, run_in_front, run_post_hooks
 from farprop.runtime.autograd.anomaly import current_call_trace, watched
 from farprop.runtime.autograd.contexts import Context
-from farprop.runtime.autograd.graph import Edge, Node, Plan, Reach, reach_from
+from farprop.runtime.autograd.graph import Edge, Node, Plan, Reach, reach_from, union_of
 from farprop.runtime.autograd.nodes import LEAF_TYPE, RECEIVE_TYPE, noting
 from farprop.wire.message import Gradient
 
@@ -51,6 +51,11 @@ running_pass: ContextVar[LocalPass | None] = ContextVar("farprop_running_pass", 
 def profiled(name: str) -> AbstractContextManager[object]:
     """``with profiled(PASS):`` shows the block in the profile that this thread is under, if any."""
     return torch.autograd.profiler.record_function(name) if profiler_enabled() else _NOT_PROFILED
+
+
+def size_of(gradients: Sequence[Gradient]) -> int:
+    """Their size in bytes; of sparse ones, that of their dense form."""
+    return sum([gradient.numel() * gradient.element_size() for gradient in gradients if gradient is not None])
 
 
 class LocalPass:
@@ -97,19 +102,34 @@ class LocalPass:
 
     def run_unshared(self, source: int, gradients: Sequence[Gradient]) -> Outgoing:
         """Feed a source's gradients to the graph; returns the gradients for its targets."""
+        return self._run_from(source, self._entries(source, gradients), self._plan.sources[source])
+
+    def _run_from(self, source: int, entries: Iterable[tuple[Edge, Gradient]], reach: Reach) -> Outgoing:
         roots: Gradients = {}
-        for edge, gradient in self._entries(source, gradients):
+        for edge, gradient in entries:
             if gradient is not None and edge[0] is not None:
                 roots[edge] = gradient if edge not in roots else add(roots[edge], gradient)
         outgoing: Outgoing = {}
         outer = running_pass.set(self)
         try:
-            self._distribute(run_graph(roots, self._plan.sources[source], self.keep_graph), outgoing)
+            self._distribute(run_graph(roots, reach, self.keep_graph), outgoing)
         except BaseException as error:
             raise self._blamed(source, error) from error
         finally:
             running_pass.reset(outer)
         return outgoing
+
+    def start_together(self, sources: Sequence[int], to: int | None) -> list[Sequence[Target]] | None:
+        """Begin the short cut for several sources that lead to no other worker than ``to``, as ``start_unshared``."""
+        if self.anomaly or profiler_enabled():
+            return None
+        with self.lock:
+            return self.machine.start_together(sources, to)
+
+    def run_together(self, sources: Sequence[int], gradients: Sequence[Sequence[Gradient]]) -> Outgoing:
+        """Feed the gradients of several sources to the graph at once; returns the gradients for their targets."""
+        entries = [entry for pair in zip(sources, gradients, strict=True) for entry in self._entries(*pair)]
+        return self._run_from(sources[0], entries, union_of([self._plan.sources[source] for source in sources]))
 
     def _blamed(self, source: int | None, error: BaseException) -> BaseException:
         """The error to report. Errors of its own graph reach the caller of ``backward`` unchanged."""
@@ -169,6 +189,10 @@ class LocalPass:
             pairs = zip(gradients, send.devices, strict=True)
             gradients = [None if gradient is None else gradient.to(device) for gradient, device in pairs]
         return zip(send.edges or send.next_functions, gradients, strict=True)
+
+    def outgoing_bytes(self, target: Target) -> int:
+        """The size of the gradients for a target."""
+        return size_of(self._outgoing.get(target, ()))
 
     def take_gradients(self, target: Target) -> list[Gradient]:
         """Remove and return the gradients for a target; an empty list if the graph computed none."""

@@ -7,7 +7,7 @@ node as long as something refers to it; the sets here do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.autograd.graph import GradientEdge
@@ -42,6 +42,22 @@ class Reach:
             sink_edges.append(GradientEdge(*edge))
         self.sinks = sinks
         self.sink_edges = tuple(sink_edges)  # leaves and recv nodes, in the form that torch's engine takes
+
+
+def union_of(reaches: Sequence[Reach]) -> Reach:
+    """What several sources reach together."""
+    if len(reaches) == 1:
+        return reaches[0]
+    nodes: set[Node] = set()
+    leaves: dict[Node, None] = {}
+    receives: set[Edge] = set()
+    targets: dict[Target, Node] = {}
+    for reach in reaches:
+        nodes |= reach.nodes
+        leaves.update(dict.fromkeys(reach.leaves))
+        receives |= reach.receives
+        targets |= reach.targets
+    return Reach(nodes, list(leaves), receives, targets)
 
 
 def reach_from(edges: Iterable[Edge], context_id: int | None) -> Reach:
