@@ -15,7 +15,7 @@ from farprop.runtime.agent import Agent, AgentOptions
 from farprop.runtime.event_loop import HANGUP, IN
 from farprop.runtime.gather import Gathers
 from tests.simulation.job.network import Stream
-from tests.simulation.job.scheduler import Mode, Thread, Timer, scheduler
+from tests.simulation.job.scheduler import Mode, Timer, scheduler
 
 if TYPE_CHECKING:
     from tests.simulation.job.world import World
@@ -274,11 +274,14 @@ class Process:
     def run(self, program: Callable[..., None], *args: Any) -> None:
         """Run a part of its program, on a thread of its own."""
         self.programs += 1
+        self.world.busy += 1
         scheduler.after(self.world.pause(), self, Mode.PROGRAM, self._run, program, args)
 
     def _run(self, program: Callable[..., None], args: Any) -> None:
         program(*args)
         self.programs -= 1
+        self.world.busy -= 1
 
-    def waiting(self) -> list[Thread]:
-        return [thread for thread in scheduler.parked if thread.process is self]
+    def die(self) -> None:
+        self.is_dead = True
+        self.world.busy -= self.programs

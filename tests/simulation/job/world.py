@@ -72,6 +72,7 @@ class World:
         self._harm: set[frozenset[str]] = set()  # who was hit by faults: one worker, or two
         self._tokens = itertools.count(1)
         self._pending = 0  # faults to come
+        self.busy = 0  # threads of programs that run, on workers that live
         self.trace("%d workers, %s, %s, %s", self.size, self.is_static, self.family, self.faults)
 
     def trace(self, text: str, *things: object) -> None:
@@ -137,10 +138,13 @@ class World:
         checks.nothing_runs(self)
 
     def _run_programs(self) -> None:
-        scheduler.run(lambda: not self._pending and not any(process.programs for process in self.live()), LIMIT)
+        scheduler.run(self._is_done, LIMIT)
         for process in self.live():
             if process.programs:
                 raise checks.Violation(f"the program of {process} waits for ever")
+
+    def _is_done(self) -> bool:
+        return not self.busy and not self._pending
 
     def _start(self, name: str, rank: int) -> None:
         process = Process(self, name, rank)
@@ -180,7 +184,7 @@ class World:
     def _kill(self, process: Process) -> None:
         self.trace("%s dies", process)
         self.fault("crashes", process)
-        process.is_dead = True
+        process.die()
         self.network.on_crash(process)
         if not self.is_static and self.rng.random() < 0.7:
             self._plan(self.rng.uniform(0.0, 1.0), self._rejoin, process)
@@ -213,7 +217,8 @@ class World:
             process = self.rng.choice(victims)
             self.trace("%s vanishes with its host", process)
             self.fault("vanished hosts", process)
-            process.is_dead = process.has_vanished = True
+            process.die()
+            process.has_vanished = True
             for other in self.processes:
                 self.network.silence(process, other)
 
