@@ -92,6 +92,8 @@ def failed(world: World, history: CallHistory, error: BaseException, timeout: fl
     is_in_time = not is_timeout or not (timeout or history.may_time_out)
     if is_in_time and not world.excused(history.names):
         raise Violation(f"call {history.token} fails for no reason: {error!r}") from error
+    if is_in_time and is_timeout:
+        raise Violation(f"call {history.token} waited for its deadline, though nothing could come: {error!r}") from error
     if is_timeout and timeout:
         history.gave_up_at = scheduler.now
     if not error.may_have_run:
@@ -133,6 +135,8 @@ def pass_failed(history: ContextHistory, error: BaseException, timeout: float) -
         raise Violation(f"a pass of context {history.id} fails with {error!r}") from error
     if not (timeout and isinstance(error, RpcTimeoutError)) and not history.world.excused(history.names):
         raise Violation(f"a pass of context {history.id} fails for no reason: {error!r}") from error
+    if not timeout and isinstance(error, RpcTimeoutError):
+        raise Violation(f"a pass of context {history.id} waited for its deadline: {error!r}") from error
 
 
 def gradients(history: ContextHistory) -> None:
@@ -166,10 +170,11 @@ def told(world: World, watcher: Process, watched: Process) -> None:
         raise Violation(f"{watcher} is told that {watched} has died, and it lives")
 
 
-def all_told(world: World) -> None:
-    for watcher, watched in world.watches:
-        if watcher.is_alive and watched.is_dead and (watcher, watched) not in world.told:
-            raise Violation(f"{watcher} was not told that {watched} has died")
+def all_told(world: World, watcher: Process) -> bool:
+    """Whether a worker was told of every death that it asked for."""
+    return all(
+        (who, watched) in world.told for who, watched in world.watches if who is watcher and watched.is_dead
+    )
 
 
 # In the end

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import socket
 import sys
 import time
 import types
@@ -12,15 +13,13 @@ from typing import Any
 
 import torch
 
-import farprop.autograd
-import farprop.rpc
 from farprop import ids
-from farprop.distributed.native import group_state
+from farprop.distributed.native import host_messages, mesh
 from farprop.runtime import accepted_connections, agent, client_connection, futures, gather, liveness, membership, peers, self_connection
 from farprop.runtime.autograd import abort, driver
 from farprop.runtime.references import owned_values
 from farprop.transport import connection
-from tests.simulation.job import process
+from tests.simulation.job import group, process
 from tests.simulation.job.network import Select
 from tests.simulation.job.scheduler import Signal, Time, Waker, scheduler
 
@@ -85,6 +84,11 @@ def install() -> None:
         (connection, "tcp_facts", lambda stream: stream.facts()),
         (connection, "seconds_since_data", lambda stream: scheduler.now - stream.arrived_at),
         (ids, "secrets", Secrets),
+        (mesh, "threading", group.threading),
+        (mesh, "selectors", group.selectors),
+        (mesh, "sockets", group.mesh_sockets),
+        (mesh, "socket", types.SimpleNamespace(**{**vars(socket), **group.SOCKET_NAMES})),
+        (host_messages, "threading", events),
         # Long waits are shortened: nothing happens in them but looks at the time.
         (liveness, "PATIENCE", 3.0),
         (peers, "_DIAL_SECONDS", 2.0),
@@ -92,7 +96,7 @@ def install() -> None:
     for module, attribute, value in replaced:
         assert hasattr(module, attribute), (module, attribute)
         setattr(module, attribute, value)
-    log = logging.getLogger("farprop.runtime")
+    log = logging.getLogger("farprop")
     log.setLevel(logging.ERROR)
     log.addHandler(ErrorLog())
     log.propagate = False
@@ -101,6 +105,3 @@ def install() -> None:
     gc.collect()
     gc.freeze()
     gc.disable()  # when it runs would not follow from the seed
-
-
-__all__ = ["farprop", "group_state", "install"]

@@ -37,6 +37,7 @@ class Stream:
         self.input = bytearray()
         self.arrived_at = 0.0
         self.reader: Thread | None = None
+        self._is_shut = False
         self._last_arrival = 0.0  # of what this end has sent
 
     def fileno(self) -> int:
@@ -62,13 +63,16 @@ class Stream:
         return self.send(b"".join(parts), flags)
 
     def shutdown(self, _: int) -> None:
-        """``close`` does it."""
+        """Both ends read the end of the stream."""
+        if not self._is_shut and not self.process.is_dead:
+            self._is_shut = self.has_ended = True
+            self.network.transmit(self, b"")
+            if self.reader is not None:
+                scheduler.wake(self.reader)
 
     def close(self) -> None:
-        if not self.is_closed:
-            self.is_closed = True
-            if not self.process.is_dead:
-                self.network.transmit(self, b"")
+        self.shutdown(socket.SHUT_RDWR)
+        self.is_closed = True
 
     def arrival(self, delay: float) -> float:
         """When what is sent now arrives: not before what was sent earlier."""

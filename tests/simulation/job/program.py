@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -323,18 +325,44 @@ def join(process: Process) -> None:
     process.has_joined = True
 
 
+def watch(process: Process) -> None:
+    """Ask to be told when another worker dies."""
+    world = process.world
+    others = [other for other in world.live() if other is not process and other.has_joined]
+    for watched in world.rng.sample(others, min(len(others), world.rng.randint(1, 2))):
+        if world.excused({watched.name}):
+            continue  # the name may be that of another process by now
+        rpc.on_failure(watched.name, partial(_told, process, watched))
+        world.watches.append((process, watched))
+
+
+def _told(process: Process, watched: Process, _info: Any, _reason: str) -> None:
+    try:
+        checks.told(process.world, process, watched)
+    except Violation as error:  # callbacks may raise
+        scheduler.failure = scheduler.failure or error
+
+
 def use_all(process: Process) -> None:
     for token, rref in list(process.held):
         use(process, token, rref)
 
 
 def settle(process: Process) -> None:
-    """Drop everything, and wait until nothing is left."""
+    """Drop everything, and wait until nothing is left, and everybody was told who has died."""
     process.held.clear()
-    end = scheduler.now + 200.0
+    began = scheduler.now
+    looks = 0
     while left := checks.left_on(process):
-        if scheduler.now > end:
+        if scheduler.now > began + 100.0:
             raise Violation(f"in the end, {process} still has {left}")
+        Time.sleep(0.5)
+        looks += 1
+        if looks == 5:
+            gc.collect()  # the frames of an exception may hold a reference
+    while not checks.all_told(process.world, process):
+        if scheduler.now > began + 100.0:
+            raise Violation(f"{process} was not told that a worker has died")
         Time.sleep(0.5)
 
 
@@ -342,6 +370,7 @@ def leave(process: Process) -> None:
     """Shut down gracefully."""
     process.is_leaving = True
     process.held.clear()
+    began = scheduler.now
     try:
         rpc.shutdown()
     except FarpropError as error:
@@ -349,6 +378,8 @@ def leave(process: Process) -> None:
         checks.shut_down(process, error)
     else:
         process.world.trace("%s has left", process)
+        if not process.world.is_troubled and scheduler.now > began + 30.0:
+            raise Violation(f"the shutdown of {process} took {scheduler.now - began:.0f} s")
         checks.shut_down(process, None)
     process.has_left = True
     process.is_listening = False

@@ -12,6 +12,7 @@ import torch
 
 from tests.simulation.harness import Outcome
 from tests.simulation.job import checks, install, program
+from tests.simulation.job.group import Group
 from tests.simulation.job.network import TCP, UNIX, Network
 from tests.simulation.job.process import Process, Store
 from tests.simulation.job.scheduler import Mode, scheduler
@@ -68,6 +69,7 @@ class World:
         self.calls: dict[int, checks.CallHistory] = {}
         self.values: dict[int, checks.ValueHistory] = {}
         self.watches: list[tuple[Process, Process]] = []
+        self.group: Group | None = None
         self.told: set[tuple[Process, Process]] = set()
         self._harm: set[frozenset[str]] = set()  # who was hit by faults: one worker, or two
         self._tokens = itertools.count(1)
@@ -105,6 +107,11 @@ class World:
         for process in self.live():
             for _ in range(rng.choice((1, 1, 2))):
                 process.run(program.run, process, rng.randint(1, 4))
+        if rng.random() < 0.5:
+            self.group = Group(self, rng.sample(self.live(), rng.randint(2, len(self.live()))))
+        if not self.is_static or rng.random() < 0.3:
+            for process in rng.sample(self.live(), rng.randint(0, 2)):
+                process.run(program.watch, process)
         faults = self.faults
         for count, action in (
             (faults.breaks, self.network.cut_one),
@@ -122,12 +129,12 @@ class World:
             for process in self.live():
                 process.run(program.use_all, process)
             self._run_programs()
-            gc.collect()
             for process in self.live():
                 process.run(program.settle, process)
             self._run_programs()
             checks.calls_ended(self)
-            checks.all_told(self)
+            if self.group is not None:
+                self.group.check()
         for process in self.live():
             if not self.is_static:
                 self.fault("last leavings", process)  # it does not wait for the calls of others
@@ -256,6 +263,8 @@ def run(seed: int, tracing: bool = False) -> Outcome:
     for process in world.processes:
         process.is_dead = True
     scheduler.kill_parked()
+    if seed % 20 == 19:
+        gc.collect()  # the garbage of runs that are over
     world.counts["steps"] = scheduler.steps
     world.counts["switches"] = scheduler.switches
     return Outcome(seed, failure, world.counts, "job")
