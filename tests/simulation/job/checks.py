@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farprop.errors import FarpropError, RpcTimeoutError, UsageError
-from tests.simulation.harness import Violation
-from tests.simulation.job.scheduler import scheduler
+from tests.simulation.job.scheduler import Violation, scheduler
 
 if TYPE_CHECKING:
     from tests.simulation.job.process import Process
@@ -93,7 +92,9 @@ def failed(world: World, history: CallHistory, error: BaseException, timeout: fl
     if is_in_time and not world.excused(history.names):
         raise Violation(f"call {history.token} fails for no reason: {error!r}") from error
     if is_in_time and is_timeout:
-        raise Violation(f"call {history.token} waited for its deadline, though nothing could come: {error!r}") from error
+        raise Violation(
+            f"call {history.token} waited for its deadline, though nothing could come: {error!r}"
+        ) from error
     if is_timeout and timeout:
         history.gave_up_at = scheduler.now
     if not error.may_have_run:
@@ -106,14 +107,11 @@ def completed(world: World, history: CallHistory, future: Any) -> None:
     """The future of an asynchronous call is done."""
     history.is_open = None
     try:
-        try:
-            future.value()
-        except Exception as error:
-            failed(world, history, error, 0.0)
-        else:
-            returned(history)
-    except BaseException as error:  # torch would swallow it
-        scheduler.failure = scheduler.failure or error
+        future.value()
+    except Exception as error:
+        failed(world, history, error, 0.0)
+    else:
+        returned(history)
 
 
 # References
@@ -148,9 +146,7 @@ def gradients(history: ContextHistory) -> None:
             _same(history, str(process), process, process.weight, history.weights[process.name].grad)
 
 
-def _same(
-    history: ContextHistory, who: str, process: Process, leaf: torch.Tensor, wanted: torch.Tensor | None
-) -> None:
+def _same(history: ContextHistory, who: str, process: Process, leaf: torch.Tensor, wanted: torch.Tensor | None) -> None:
     context = process.agent.gradients.contexts.get(history.id)
     found = None if context is None else context.gradients.get(leaf)
     if (found is None) != (wanted is None) or (found is not None and not torch.equal(found, wanted)):  # type: ignore[arg-type]
@@ -172,9 +168,7 @@ def told(world: World, watcher: Process, watched: Process) -> None:
 
 def all_told(world: World, watcher: Process) -> bool:
     """Whether a worker was told of every death that it asked for."""
-    return all(
-        (who, watched) in world.told for who, watched in world.watches if who is watcher and watched.is_dead
-    )
+    return all((who, watched) in world.told for who, watched in world.watches if who is watcher and watched.is_dead)
 
 
 # In the end

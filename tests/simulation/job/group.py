@@ -14,9 +14,8 @@ from farprop.distributed.native.mesh import Mesh
 from farprop.distributed.reduction import Reduction
 from farprop.errors import CollectiveError, CollectiveTimeoutError, RankLostError
 from farprop.transport import sockets
-from tests.simulation.harness import Violation
 from tests.simulation.job.network import Stream
-from tests.simulation.job.scheduler import Mode, Signal, Time, scheduler
+from tests.simulation.job.scheduler import Mode, Signal, Time, Violation, scheduler
 
 if TYPE_CHECKING:
     from tests.simulation.job.process import Process

@@ -15,7 +15,17 @@ import torch
 
 from farprop import ids
 from farprop.distributed.native import host_messages, mesh
-from farprop.runtime import accepted_connections, agent, client_connection, futures, gather, liveness, membership, peers, self_connection
+from farprop.runtime import (
+    accepted_connections,
+    agent,
+    client_connection,
+    futures,
+    gather,
+    liveness,
+    membership,
+    peers,
+    self_connection,
+)
 from farprop.runtime.autograd import abort, driver
 from farprop.runtime.references import owned_values
 from farprop.transport import connection

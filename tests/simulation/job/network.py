@@ -131,7 +131,8 @@ class Poller:
 
     def poll(self, milliseconds: float | None = None) -> list[tuple[int, int]]:
         me = scheduler.current
-        assert me is not None and me.process is not None
+        assert me is not None
+        assert me.process is not None
         stream = me.process.world.network.streams[self._fd]
         if not stream.is_readable and not stream.is_closed and milliseconds != 0:
             stream.reader = me
@@ -280,7 +281,9 @@ class Network:
         if outcome or dialer.is_dead:
             return
         if not target.is_listening:
-            scheduler.after(self.delay(), dialer, Mode.KERNEL, self._answer, outcome, answered, ConnectionRefusedError())
+            scheduler.after(
+                self.delay(), dialer, Mode.KERNEL, self._answer, outcome, answered, ConnectionRefusedError()
+            )
             return
         agent = target.agent
         try:

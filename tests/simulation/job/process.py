@@ -191,9 +191,7 @@ class Endpoint:
 
     def entry(self, world_size: int, **facts: Any) -> Entry:
         identity = self.identity
-        return Entry(
-            identity.name, identity.rank, world_size, identity.instance, ("", 1), "", "", "", 1, True, **facts
-        )
+        return Entry(identity.name, identity.rank, world_size, identity.instance, ("", 1), "", "", "", 1, True, **facts)
 
     def on_all_joined(self) -> None:
         """There is no file with the secret."""

@@ -16,10 +16,18 @@ from typing import TYPE_CHECKING, Any
 from farprop.rpc import api
 from farprop.runtime import agent_registry
 from farprop.runtime.thread_pool import this_thread
-from tests.simulation.harness import Violation
+from tests.simulation import harness
 
 if TYPE_CHECKING:
     from tests.simulation.job.process import Process
+
+
+class Violation(harness.Violation):
+    """Farprop broke a promise. It ends the run even if code of farprop's catches it, as that of a called function."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        scheduler.failure = scheduler.failure or self
 
 
 class Killed(BaseException):

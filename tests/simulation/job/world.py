@@ -15,7 +15,7 @@ from tests.simulation.job import checks, install, program
 from tests.simulation.job.group import Group
 from tests.simulation.job.network import TCP, UNIX, Network
 from tests.simulation.job.process import Process, Store
-from tests.simulation.job.scheduler import Mode, scheduler
+from tests.simulation.job.scheduler import Mode, Violation, scheduler
 
 # A job that has not ended this many seconds after its last fault never does.
 LIMIT = 2000.0
@@ -148,7 +148,7 @@ class World:
         scheduler.run(self._is_done, LIMIT)
         for process in self.live():
             if process.programs:
-                raise checks.Violation(f"the program of {process} waits for ever")
+                raise Violation(f"the program of {process} waits for ever")
 
     def _is_done(self) -> bool:
         return not self.busy and not self._pending
