@@ -177,6 +177,6 @@ class Group:
             mine = [self.outcomes.get((number, rank)) for number in range(1, self.length + 1)]
             if "failed" not in mine and None in mine:
                 raise Violation(f"rank {rank} of the group waits for ever")
-            if self.has_odd and self.odd[1] and all(outcome == "completed" for outcome in mine):
-                if rank != self.odd[0] and not self.world.is_troubled:
-                    raise Violation(f"rank {rank} does not know that rank {self.odd[0]} called something else")
+            is_unaware = self.has_odd and rank != self.odd[0] and all(outcome == "completed" for outcome in mine)
+            if is_unaware and not self.world.is_troubled:
+                raise Violation(f"rank {rank} does not know that rank {self.odd[0]} called something else")

@@ -136,7 +136,7 @@ class World:
             if self.group is not None:
                 self.group.check()
         for process in self.live():
-            if not self.is_static:
+            if not self.is_static or self.is_troubled:
                 self.fault("last leavings", process)  # it does not wait for the calls of others
             process.run(program.leave, process)
         self._run_programs()
