@@ -12,6 +12,8 @@ import torch
 
 import farprop.rpc as rpc
 from farprop.errors import ConnectionLostError
+from farprop.runtime.agent_registry import current_agent
+from farprop.transport.fault_injection import FaultAction, FaultDecision
 from tests.calls import functions as f
 from tests.support.workers import cluster, run_workers
 
@@ -222,3 +224,15 @@ def _idle_here() -> float:
     before = _cpu_seconds()
     time.sleep(0.7)
     return _cpu_seconds() - before
+
+
+def _shut_down_over_a_slow_network(rank: int) -> None:
+    _start(rank)
+    assert rpc.rpc_sync(f"worker{1 - rank}", abs, args=(-1,)) == 1
+    current_agent().peers.set_fault_policy(lambda peer, message: FaultDecision(FaultAction.DELAY, 0.15))
+    rpc.shutdown(timeout=15)
+
+
+def test_shutdown_ends_if_messages_take_longer_than_a_round_waits() -> None:
+    """The leader's messages of one round were still unanswered in the next, which took it for busy, for ever."""
+    run_workers(_shut_down_over_a_slow_network, 2, check=False, timeout=40)

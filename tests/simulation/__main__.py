@@ -1,6 +1,4 @@
-"""``python -m tests.simulation``: the protocols of remote references, backward passes and process groups in simulated
-jobs.
-"""
+"""``python -m tests.simulation``: whole jobs, and single protocols, on virtual time."""
 
 import argparse
 import os
@@ -8,13 +6,20 @@ import sys
 import time
 
 from tests.simulation.harness import MUTANTS, mutated
-from tests.simulation.runner import KINDS, Report, kind_of, replay, run_all
+from tests.simulation.job.mutants import SHARED
+from tests.simulation.runner import KINDS, Report, kills, kind_of, mutants_of, replay, run_all
 
 _SHOWN = 10
 
 
 def main() -> int:
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        # The order of a set of names must follow from the seed, too.
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]])
     options = _options()
+    if options.mutants:
+        return _run_mutants(options)
     if options.seed is not None:
         with mutated(options.mutant):
             outcome = KINDS[kind_of(options.kind, options.mutant)].run(options.seed, tracing=True)
@@ -27,6 +32,18 @@ def main() -> int:
         print(f"{kind.title}:", flush=True)
         failed |= _run(name, options)
     return failed
+
+
+def _run_mutants(options: argparse.Namespace) -> int:
+    """The table of mutants, and the number of seeds that each took."""
+    kind = options.kind or "job"
+    names = [*mutants_of(kind), *(SHARED if kind == "job" else ())]
+    alive = 0
+    for name, seeds, failure in kills(names, options.seeds, options.jobs, kind):
+        alive += failure is None
+        print(f"| `{name}` | {seeds if failure is not None else 'lives'} | {(failure or '')[:100]} |", flush=True)
+    print(f"{len(names)} mutants, of which {alive} live")
+    return 1 if alive else 0
 
 
 def _run(kind: str, options: argparse.Namespace) -> int:
@@ -43,14 +60,15 @@ def _run(kind: str, options: argparse.Namespace) -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.simulation",
-        description="The protocols of remote references, backward passes and process groups in simulated jobs.",
+        description="Whole jobs, and the protocols of references, passes and groups alone, on virtual time.",
         epilog="mutants: " + ", ".join(MUTANTS),
     )
-    parser.add_argument("--kind", choices=KINDS, help="only these jobs; if it is one seed, references is what is meant")
+    parser.add_argument("--kind", choices=KINDS, help="only these; with one seed, references is what is meant")
     parser.add_argument("--seed", type=int, help="run this one and print everything that happens")
     parser.add_argument("--seeds", type=int, default=20_000, help="how many to run of each kind (%(default)s)")
     parser.add_argument("--start", type=int, default=0, help="the first of them (%(default)s)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (%(default)s)")
+    parser.add_argument("--mutants", action="store_true", help="run all mutants, each for as many seeds at most")
     parser.add_argument("--mutant", choices=MUTANTS, metavar="NAME", help="put this mutant in first")
     return parser.parse_args()
 

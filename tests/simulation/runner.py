@@ -11,11 +11,13 @@ from tests.simulation import mutants, world
 from tests.simulation.groups import mutants as group_mutants
 from tests.simulation.groups import world as group_world
 from tests.simulation.harness import MUTANTS, Mutant, Outcome, mutated
+from tests.simulation.job import mutants as job_mutants
+from tests.simulation.job import world as job_world
 from tests.simulation.passes import mutants as pass_mutants
 from tests.simulation.passes import runtime_mutants
 from tests.simulation.passes import world as pass_world
 
-MUTANT_FILES = (mutants, pass_mutants, runtime_mutants, group_mutants)
+MUTANT_FILES = (mutants, pass_mutants, runtime_mutants, group_mutants, job_mutants)
 
 
 class Kind(NamedTuple):
@@ -29,6 +31,18 @@ class Kind(NamedTuple):
 
 
 KINDS = {
+    "job": Kind(
+        "Whole jobs",
+        job_world.run,
+        {
+            "calls": ("runs", "failed calls", "lost values"),
+            "passes": ("passes", "failed passes"),
+            "groups": ("collectives", "failed collectives"),
+            "network": ("chunks", "dials"),
+            "membership": ("joinings", "leavings", "returns"),
+        },
+        ("broken connections", "crashes", "vanished hosts", "silences"),
+    ),
     "references": Kind(
         "Remote references",
         world.run,
@@ -76,6 +90,30 @@ def mutants_of(kind: str) -> dict[str, Mutant]:
 
 
 _CHUNK = 50
+
+
+class Kill(NamedTuple):
+    """How many seeds a mutant survived, and how it died; no failure if it lives."""
+
+    mutant: str
+    seeds: int
+    failure: str | None
+
+
+def kills(names: Iterable[str], most: int, jobs: int, kind: str) -> Iterator[Kill]:
+    """For each of these mutants, how many seeds it takes until one fails."""
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        yield from pool.imap(_kill, [(name, most, kind) for name in names])
+
+
+def _kill(task: tuple[str, int, str]) -> Kill:
+    name, most, kind = task
+    with mutated(name):
+        for seed in range(most):
+            failure = KINDS[kind].run(seed).failure
+            if failure is not None:
+                return Kill(name, seed + 1, failure)
+    return Kill(name, most, None)
 
 
 class Report:

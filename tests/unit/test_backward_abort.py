@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from farprop.errors import ConnectionLostError, FarpropError
+from farprop.errors import ConnectionLostError, FarpropError, UsageError
 from farprop.protocol.backward import Credit, CreditShare, PassId
 from farprop.runtime.autograd.abort import PassAborter
 from farprop.runtime.autograd.contexts import Context, ContextContainer
-from farprop.runtime.autograd.driver import PassWaiter
+from farprop.runtime.autograd.driver import BackwardDriver, PassWaiter
 from farprop.runtime.autograd.engine import LocalPass
 from farprop.wire.dialect import PICKLES
 from farprop.wire.fast_codec import encode_value
@@ -137,3 +137,13 @@ def test_first_failure_at_the_origin_is_the_error_of_the_pass() -> None:
     with pytest.raises(FarpropError, match="first"):
         worker.waiter.next(worker.network)  # type: ignore[arg-type]
     assert worker.network.calls == []
+
+
+def test_closing_fails_passes_that_wait() -> None:
+    """Another thread shut the worker down while one waited for credit: it went on waiting, until its timeout."""
+    driver = BackwardDriver(ME, Network())
+    waiter = driver._waiters[PassId(ME, 1)] = PassWaiter(None)
+    assert driver.is_waiting
+    driver.close()
+    with pytest.raises(UsageError, match="shut down"):
+        waiter.next(Network())

@@ -171,7 +171,7 @@ class RRef(Generic[T]):
             return agent.call_sync(self._owner_name, Method.FETCH, args, {}, seconds)  # type: ignore[no-any-return]
         except ReferenceLostError:
             raise
-        except ConnectionLostError:
+        except (ConnectionLostError, UsageError):  # it is not reached, or not known any more
             self._check_owner("to_here() on it", seconds, began)
         # The owner is alive, only the connection was lost. Fetching is idempotent.
         left = self._time_left(seconds, began)
@@ -418,8 +418,12 @@ def _arrived(place: int) -> RRef[Any]:
     """While a message is decoded: the RRef for the reference with this number in its header."""
     item = resolve_out_of_band(place)
     agent = current_agent()
-    owner = agent.get_worker_info(None if isinstance(item, OwnedValue) else item.record.owner)
-    return RRef._of(item, agent.references, owner.name)
+    owner = None if isinstance(item, OwnedValue) else item.record.owner
+    try:
+        name = agent.get_worker_info(owner).name
+    except UsageError:
+        name = agent.membership.name_of(item.record.owner)  # it has left: to use the reference raises, but not to get it
+    return RRef._of(item, agent.references, name)
 
 
 reference_kinds[RRef] = _arrived

@@ -390,12 +390,16 @@ class Agent:
 
     @property
     def idle(self) -> bool:
-        """Whether no call of this worker is open or being delivered, and no request to it is unanswered."""
+        """Whether no call or backward pass of this worker is open, and no request to it is unanswered.
+
+        Farprop's own calls don't count. A round of the shutdown ends with calls of the leader's; if they counted, and
+        took longer than it waits before the next round, it would never be idle. ``settled`` waits for references.
+        """
         if self._server.active or self._threads.delivers or not self.references.settled:
             return False
-        if not self.context_cleanup.ended.is_empty or self._server.has_ended_contexts:
+        if not self.context_cleanup.ended.is_empty or self._server.has_ended_contexts or self.gradients.is_waiting:
             return False
-        return not self.peers.open_calls
+        return not self.peers.open_work
 
     def profile_gil(self, flag: bool) -> None:
         """Turn on or off measuring how long pool threads wait for the interpreter's lock."""
@@ -454,6 +458,7 @@ class Agent:
         self._failure_detector.close()
         self.references.close()
         self.peers.close()
+        self.gradients.close()
         self._accepted.close()
         self._server.close()
         self._threads.close(timeout)

@@ -39,6 +39,7 @@ _now = time.monotonic
 # With more open calls than this, small requests are sent together, after a short delay at most.
 _PIPELINED = 16
 _UNCORK_SECONDS = 0.001
+_MANY_SYSTEM_CALLS = 256  # more ids than that are searched for calls that have ended
 _LOOK_SECONDS = 0.5  # a caller that sleeps looks this often whether somebody reads
 
 
@@ -154,6 +155,7 @@ class ClientConnection:
         self._lock = make_lock("client_connection")
         self._ids = itertools.count(1)
         self._calls: PendingCalls[Waiter | FutureCall] = PendingCalls()
+        self._system_calls: set[int] = set()  # ids of farprop's own calls, also of some that have ended
         self._given_up = 0  # abandoned calls whose answers may still arrive, with references and segments
         self._reader: Waiter | _LoopReads | None = None
         self._loop_in_stream = False  # the loop is reading from the stream right now
@@ -196,6 +198,21 @@ class ClientConnection:
     def open_calls(self) -> int:
         return len(self._calls)
 
+    @property
+    def open_work(self) -> int:
+        """As ``open_calls``, without farprop's own."""
+        with self._lock:
+            self._forget_ended_system_calls()
+            return len(self._calls) - len(self._system_calls)
+
+    def _note_system_call(self, call_id: int) -> None:
+        if len(self._system_calls) > _MANY_SYSTEM_CALLS:
+            self._forget_ended_system_calls()
+        self._system_calls.add(call_id)
+
+    def _forget_ended_system_calls(self) -> None:
+        self._system_calls = {call_id for call_id in self._system_calls if call_id in self._calls}
+
     # Calls
 
     def call_sync(self, message: Message, timeout: float | None) -> Message:
@@ -231,7 +248,10 @@ class ClientConnection:
                 if not self._is_probed:
                     self._probe_soon()
                 self._join_readers(call, pooled)
-                self.sent += not message.flags & SYSTEM
+                if message.flags & SYSTEM:
+                    self._note_system_call(call_id)
+                else:
+                    self.sent += 1
             self._send(message, call_id, deadline if self._shares_clock else left)
             self._wait(call, deadline, pooled)
             if call.outcome is None or self._reader is call or call in self._followers:
@@ -345,7 +365,10 @@ class ClientConnection:
                 reader = self._reader
                 if reader is None or reader.has_left:
                     self._loop_reads()
-                self.sent += not message.flags & SYSTEM
+                if message.flags & SYSTEM:
+                    self._note_system_call(call_id)
+                else:
+                    self.sent += 1
                 # With many open calls, small requests are sent together; a timer sends the last ones.
                 more = len(self._calls) > _PIPELINED
             if deadline is not None and (timer is None or deadline < timer.when):

@@ -281,6 +281,11 @@ class Peers:
         return sum(connection.open_calls for connection in list(self.connections.values()))
 
     @property
+    def open_work(self) -> int:
+        """The open calls of the program, and those that belong to them; not those of gathers and of references."""
+        return sum(connection.open_work for connection in list(self.connections.values()))
+
+    @property
     def requests_sent(self) -> int:
         with self._lock:
             return self._sent_before + sum(connection.sent for connection in self.connections.values())

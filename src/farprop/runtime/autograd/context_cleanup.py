@@ -7,7 +7,7 @@ Rules that hold here:
   If none is within ``_RIDE_SECONDS``, the references' control channel carries it. To end a context twice does no harm.
 - If the connection to a worker breaks, messages may be lost, so passes with it fail. The contexts stay.
 - If the maker of a context is dead, the context ends. If another worker is dead that might have told this one of the
-  context's end, its maker is asked.
+  context's end, its maker is asked, again and again until it answers or is found to be dead.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from farprop.wire.message import MAX_ENDED, Method
 _log = logging.getLogger(__name__)
 
 _ASK_SECONDS = 20.0
+_ASK_AGAIN_SECONDS = 1.0
 _RIDE_SECONDS = 0.02  # most programs make their next call sooner
 
 
@@ -154,11 +155,19 @@ class ContextCleanup:
                 self._peers.submit(self._ask_maker, context.id, maker)
 
     def _ask_maker(self, context_id: int, maker: int) -> None:
-        """The worker that brought a context here is dead: end the context if its maker does not have it any more."""
+        """The worker that brought a context here is dead: end the context if its maker does not have it any more.
+
+        If the maker can't be asked, it may be dead, too, and this worker may have no connection to it that would tell.
+        """
+        if self._contexts.get(context_id) is None:
+            return  # it has ended meanwhile, with its maker
         try:
             exists = ask(self._peers, maker, Method.CONTEXT_EXISTS, _ASK_SECONDS, context_id)
         except Exception as error:
             _log.info("%s: can't ask worker %d for context %d: %s", self._peers.label, maker, context_id, error)
+            self._peers.suspect(maker)
+            again = partial(self._peers.submit, self._ask_maker, context_id, maker)
+            self._peers.call_at(time.monotonic() + _ASK_AGAIN_SECONDS, again)
             return
         if not exists:
             self.release(context_id)

@@ -82,7 +82,7 @@ class Context:
         placed: bool = False,
         ended: Sequence[int] = (),
     ) -> None:
-        """Add a message to this context before it is sent.
+        """Add a message to this context before it is sent, unless the context has ended.
 
         Args:
             message: the message.
@@ -94,6 +94,10 @@ class Context:
         """
         if to != self.own_rank:
             self.known.add(to)
+        # In this order: whoever releases the context now tells the receiver. If it is released already, by its maker
+        # whose call was lost while the function goes on here, nobody would.
+        if self.is_released:
+            return
         message_id = 0
         if tensors:
             message_id = self._new_message_id()

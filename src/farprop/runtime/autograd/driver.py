@@ -599,6 +599,16 @@ class BackwardDriver:
 
     # State
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a thread waits in ``backward``."""
+        return bool(self._waiters)
+
+    def close(self) -> None:
+        """This worker has shut down: threads that wait in ``backward`` would wait for messages that it does not get."""
+        for waiter in list(self._waiters.values()):
+            waiter.fail(UsageError("RPC has been shut down on this worker, during a backward pass."))
+
     def debug_info(self) -> dict[str, int]:
         """Counts, under torch's names."""
         passes = [local for context in self.contexts.all() for local in context.all_passes()]

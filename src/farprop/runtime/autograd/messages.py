@@ -47,6 +47,9 @@ class PeerCaller(Protocol):
 
     def blocked(self) -> Blocked: ...
 
+    def suspect(self, rank: int) -> None:
+        """Find out whether this worker is alive."""
+
     def clean_up(self, rank: int, context_id: int) -> None:
         """Ask another worker to release a context, with the next control batch."""
 

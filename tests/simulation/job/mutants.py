@@ -1,0 +1,271 @@
+"""Mutants of farprop's runtime, to see that whole jobs kill them. Each replaces one method.
+
+Whole jobs have to kill some of the mutants of the single protocols, too: ``SHARED`` names them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from farprop import rpc
+from farprop.distributed.native.group_state import GroupState
+from farprop.distributed.native.mesh import Mesh
+from farprop.errors import ConnectionLostError, UsageError
+from farprop.protocol.host_liveness import HostLiveness, HostState
+from farprop.protocol.pending_calls import PendingCalls
+from farprop.protocol.quiescence import Quiescence
+from farprop.runtime import liveness
+from farprop.runtime.autograd.abort import PassAborter
+from farprop.runtime.autograd.context_cleanup import ContextCleanup, EndedContexts
+from farprop.runtime.autograd.driver import BackwardDriver
+from farprop.runtime.autograd.engine import LocalPass
+from farprop.runtime.calls import Calls
+from farprop.runtime.client_connection import ClientConnection
+from farprop.runtime.liveness import PeerInstances
+from farprop.runtime.membership import Membership
+from farprop.runtime.peers import Peers
+from farprop.runtime.references.control_sender import ControlSender
+from farprop.runtime.references.owned_values import ValueSlot
+from farprop.runtime.references.rref_context import RRefContext
+from farprop.runtime.rendezvous import Places
+from farprop.runtime.server import Server
+from farprop.runtime.watch import Watch
+from tests.simulation.harness import mutant
+
+SHARED = (
+    "children-not-held",
+    "confirmed-on-arrival",
+    "own-fork-not-listed",
+    "dead-holders-listed",
+    "dead-receivers-waited-for",
+    "accepted-is-gone",
+    "doubtful-ends-silently",
+    "batches-done-again",
+)
+
+
+def job_mutant(owner: Any, method: str) -> Any:
+    return mutant(owner, method, kind="job")
+
+
+def _healthy(owner: Any, method: str) -> Any:
+    return vars(owner)[method]
+
+
+# Calls
+
+_lost_error = ClientConnection._lost_error
+_call_sync = Calls.call_sync
+_accept_request = Server._accept_request
+_run = Server._run
+_lost = PendingCalls.lost
+
+
+@job_mutant(PendingCalls, "lost")
+def lost_calls_never_end(self: PendingCalls[Any]) -> list[Any]:
+    """A broken connection ends all of its calls but the last one."""
+    return _lost(self)[:-1]
+
+
+@job_mutant(ClientConnection, "_lost_error")
+def lost_calls_said_not_to_have_run(self: ClientConnection) -> ConnectionLostError:
+    """The caller is told that the function has not run, though its request was sent."""
+    error = _lost_error(self)
+    error.may_have_run = False
+    return error
+
+
+@job_mutant(Calls, "call_sync")
+def lost_calls_made_again(self: Calls, *args: Any) -> Any:
+    """A call whose connection breaks is made again, whether it has run or not."""
+    try:
+        return _call_sync(self, *args)
+    except ConnectionLostError:
+        return _call_sync(self, *args)
+
+
+@job_mutant(Server, "_accept_request")
+def late_requests_run(self: Server, connection: Any, message: Any, counted_from: float) -> None:
+    """A request runs although its caller has given it up."""
+    _accept_request(self, connection, message, counted_from + 1000.0)
+
+
+@job_mutant(Server, "_run")
+def busy_servers_look_idle(self: Server, connection: Any, message: Any, counted_from: float) -> None:
+    """A request does not count as active while it runs."""
+    self.active -= 1
+    try:
+        _run(self, connection, message, counted_from)
+    finally:
+        self.active += 1
+
+
+# References
+
+
+@job_mutant(RRefContext, "route_lost")
+def lost_messages_forgotten(self: RRefContext, route: object, peer: int) -> None:
+    """References in messages on a broken connection are neither revoked nor recalled."""
+
+
+@job_mutant(RRefContext, "died")
+def deaths_kept_from_references(self: RRefContext, rank: int, instance: str | None = None) -> bool:
+    """The references' state machine does not learn that a worker has died."""
+    return True
+
+
+@job_mutant(ControlSender, "unanswered")
+def batches_sent_once(self: ControlSender, peer: int) -> None:
+    """A batch without a reply is not sent again."""
+
+
+@job_mutant(Calls, "_after_failed_send")
+def unsent_references_forgotten(self: Calls, message: Any, error: BaseException) -> None:
+    """References in a request that could not be sent are not taken back."""
+
+
+@job_mutant(ValueSlot, "_finish")
+def errors_kept_from_values(self: ValueSlot, value: Any, error: BaseException | None) -> None:
+    """A value that can't be made is awaited for ever."""
+    if error is None:
+        _finish(self, value, error)
+
+
+_finish = ValueSlot._finish
+
+# Passes, and their contexts
+
+
+@job_mutant(ContextCleanup, "on_connection_lost")
+def passes_wait_for_lost_messages(self: ContextCleanup, rank: int) -> None:
+    """A pass does not fail when gradients may be lost."""
+
+
+@job_mutant(ContextCleanup, "on_death")
+def contexts_of_the_dead_kept(self: ContextCleanup, rank: int) -> None:
+    """Contexts and passes of a dead worker stay."""
+
+
+@job_mutant(EndedContexts, "_on_timer")
+def ends_wait_for_a_request(self: EndedContexts) -> None:
+    """Nobody is told that a context has ended, unless another request goes there."""
+    self._timer_is_set = False
+
+
+@job_mutant(PassAborter, "_ask_all")
+def failed_passes_kept(self: PassAborter, abort: Any, workers: Any) -> None:
+    """Other workers are not asked to undo a failed pass."""
+
+
+@job_mutant(LocalPass, "undo")
+def gradients_of_failed_passes_kept(self: LocalPass) -> None:
+    """A failed pass leaves its gradients in the context."""
+
+
+@job_mutant(BackwardDriver, "on_credit")
+def returned_credit_lost(self: BackwardDriver, caller: int, data: bytes) -> None:
+    """The origin ignores credit that comes in a message of its own."""
+
+
+@job_mutant(PassAborter, "_report")
+def failures_not_reported_to_the_origin(self: PassAborter, *args: Any) -> None:
+    """The origin is not told that a pass failed on another worker."""
+
+
+# Membership
+
+_died, _meet, _is_dead = Watch.died, PeerInstances.meet, PeerInstances.is_dead
+
+
+@job_mutant(Membership, "refresh")
+def newcomers_unknown(self: Membership) -> None:
+    """Workers that join later are not found."""
+
+
+@job_mutant(Places, "leave")
+def leavers_stay_listed(self: Places) -> None:
+    """A worker that leaves stays in the store's list, so it looks as if it had died."""
+
+
+@job_mutant(Watch, "died")
+def deaths_not_told(self: Watch, rank: int, instance: str | None, reason: str, unless: str = "") -> None:
+    """Callbacks of on_failure are not called."""
+
+
+@job_mutant(liveness, "is_certain")
+def silence_taken_for_death(error: BaseException | None) -> bool:
+    """A worker that can't be reached for a moment is taken for dead."""
+    return True
+
+
+@job_mutant(PeerInstances, "meet")
+def replacements_unnoticed(self: PeerInstances, rank: int, instance: str) -> None:
+    """A process that has taken the rank of a dead one is taken for it."""
+    self._instances[rank] = instance
+
+
+@job_mutant(PeerInstances, "is_dead")
+def the_dead_stay_dead(self: PeerInstances, rank: int, instance: str) -> bool:
+    """A process that takes the rank of a dead one is taken for dead, too."""
+    return rank in self._machine.dead or instance in self._replaced
+
+
+@job_mutant(HostLiveness, "on_probe")
+def vanished_hosts_answer(self: HostLiveness, facts: Any) -> HostState:
+    """Only the kernel's keepalive notices that a host has vanished."""
+    return HostState.ANSWERS
+
+
+# Groups
+
+
+@job_mutant(GroupState, "on_peer_lost")
+def lost_ranks_unnoticed(self: GroupState, rank: int, why: str) -> None:
+    """A lost rank does not break the group."""
+
+
+@job_mutant(Mesh, "_on_group_failure")
+def broken_groups_kept_secret(self: Mesh, failure: Any, tell_others: bool) -> None:
+    """A rank does not tell the others that the group is broken."""
+    _on_group_failure(self, failure, tell_others=False)
+
+
+_on_group_failure = Mesh._on_group_failure
+
+
+@job_mutant(Mesh, "announce")
+def fingerprints_not_announced(self: Mesh, call: Any) -> None:
+    """A rank that waits for another does not tell it what it waits in."""
+
+
+# Several parts together
+
+
+@job_mutant(Quiescence, "round")
+def one_round_is_enough(self: Quiescence, reports: Any) -> bool:
+    """The shutdown does not look twice whether there is work left."""
+    return all(report.idle for report in reports.values())
+
+
+@job_mutant(Peers, "open_work")
+@property
+def own_calls_are_work(self: Peers) -> int:
+    """Farprop's own calls count as work, also those that end a round of the shutdown."""
+    return self.open_calls
+
+
+@job_mutant(rpc.rref, "_arrived")
+def references_of_leavers_fail_the_call(place: int) -> Any:
+    """A call fails if its answer brings a reference to a value of a worker that has left."""
+    found = _arrived(place)
+    if rpc.api.current_agent().membership.find(found._owner_name) is None:
+        raise UsageError("could not find destination")
+    return found
+
+
+_arrived = rpc.rref._arrived
+
+
+@job_mutant(Peers, "lose")
+def calls_wait_for_the_dead(self: Peers, rank: int, reason: str, unless: str = "") -> None:
+    """The connection to a dead worker is kept."""
