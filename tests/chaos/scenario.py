@@ -86,9 +86,7 @@ class _Scenario:
         size = JOBS[job][1]
         dice = random.Random(seed)
         drawn = draw_events(fault, size, RUN_SECONDS, dice)
-        self.events = [
-            event for event in drawn if event.fault not in missing and event.fault in faults_of(job)
-        ]
+        self.events = [event for event in drawn if event.fault not in missing and event.fault in faults_of(job)]
         self.site = Site(self.events, size, directory, seed)
         meeting = "dynamic" if fault == "restart" else "env"
         if fault == "disk" and job != "ddp":

@@ -84,7 +84,9 @@ class Site:
     def environments(self) -> list[dict[str, str]]:
         """Of each worker."""
         size = len(self._places)
-        found = [dict(own) for own in self._hosts.environments(self._places)] if self._hosts else [{} for _ in range(size)]
+        found = (
+            [dict(own) for own in self._hosts.environments(self._places)] if self._hosts else [{} for _ in range(size)]
+        )
         for rank, own in enumerate(found):
             own |= self._more
             if self._disk:
