@@ -34,8 +34,13 @@ class Flood:
         self._flood = job.start(event.rank, jobs.flood, event.rank, target, event.calls, event.size)
         self._witness = job.start(event.witness, jobs.witness, event.witness, target)
 
-    def results(self, dead: Container[int]) -> tuple[list[Findings], list[str]]:
-        """Wait for its end; returns what the workers have done, and what is wrong."""
+    def results(self, dead: Container[int], is_alone: bool) -> tuple[list[Findings], list[str]]:
+        """Wait for its end; returns what the workers have done, and what is wrong.
+
+        Args:
+            dead: The workers that were killed.
+            is_alone: Whether nothing else can hold up the call of another worker, such as a cut cable.
+        """
         event = self._event
         found: list[Findings] = []
         problems: list[str] = []
@@ -45,7 +50,7 @@ class Flood:
         if event.witness not in dead:
             operations, times = self._witness.result()
             found.append(Findings(operations))
-        if event.target not in dead:
+        if is_alone and event.target not in dead:
             problems += check_turns(times, self._job.run(event.target, jobs.flood_times))
         most = 4 * IN_FLIGHT + 4 * event.size + event.calls * _PER_CALL + _OTHER
         for rank, before in self._before.items():

@@ -101,7 +101,7 @@ class Operations:
         detail = ""
         if outcome is Outcome.VALUE and not is_right(value):
             outcome, detail = Outcome.WRONG, repr(value)[:300]
-        elif outcome is Outcome.UNEXPECTED and failure is not None:
+        elif failure is not None and (outcome is Outcome.UNEXPECTED or ended - began > seconds):
             detail = "".join(traceback.format_exception(failure))
         name = type(failure).__name__ if failure is not None else ""
         self.done.append(Operation(self._rank, kind, began, ended, seconds, outcome, name, detail))

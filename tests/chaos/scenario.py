@@ -130,7 +130,7 @@ class _Scenario:
                 survivors = [rank for rank in ranks if rank not in self._dead]
                 _wait_for([self._runs[rank] for rank in survivors])
                 for flood in self._floods:
-                    found, problems = flood.results(self._dead)
+                    found, problems = flood.results(self._dead, is_alone=self.setting.fault == "flood")
                     self.findings += found
                     self.problems += problems
                 self._on_each(job, survivors, jobs.finish, survivors)
@@ -223,7 +223,7 @@ def check_operations(report: Report, stops: Sequence[Stop], grace: float) -> Non
         if late > _PROMISE + grace:
             report.violations.append(
                 f"{what} ended {late:.2f} s after its deadline of {operation.deadline:g} s: "
-                f"{operation.error or operation.outcome.value}"
+                f"{operation.error or operation.outcome.value}\n{operation.detail}"
             )
         if operation.outcome in (Outcome.WRONG, Outcome.UNEXPECTED):
             report.violations.append(f"{what}: {operation.outcome.value} {operation.error}\n{operation.detail}")
