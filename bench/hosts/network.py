@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from dataclasses import dataclass
 
-from bench.driver import ROOT, BenchError
 from tests.support.hosts import Hosts
+from tests.support.links import Links
 
 # Room for one wake-up of the scheduler at 10 Gbit/s, and much less than the messages whose time is taken.
 _BURST = "256kb"
@@ -40,7 +39,7 @@ class Network:
 
     def __init__(self) -> None:
         self.hosts = Hosts(2)
-        self._relay: subprocess.Popen[str] | None = None
+        self._links: Links | None = None
 
     def __enter__(self) -> Network:
         self.hosts.__enter__()
@@ -65,23 +64,11 @@ class Network:
 
     def _delay(self, seconds: float) -> None:
         """Put a relay in the place of the switch: the kernel may lack netem, which delays packets."""
+        self._links = Links(self.hosts).__enter__()
         for host in (0, 1):
-            self.hosts.cut(host)
-        command = [sys.executable, "-m", "bench.hosts.relay", "port0", "port1", str(seconds)]
-        self._relay = subprocess.Popen(
-            ["ip", "netns", "exec", self.hosts.switch, *command],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._relay.stdout is not None
-        if not self._relay.stdout.readline():
-            raise BenchError("the relay did not start")
+            self._links.use(host, ("in",), delay=seconds)
 
     def _undelay(self) -> None:
-        if self._relay is not None:
-            self._relay.communicate()  # it ends with its input
-            self._relay = None
-            for host in (0, 1):
-                self.hosts.mend(host)
+        if self._links is not None:
+            self._links.__exit__()
+            self._links = None

@@ -14,7 +14,10 @@ from pathlib import Path
 
 from tests.chaos.report import as_json, table
 from tests.chaos.scenario import PAIRS, Report, run_scenario
-from tests.support import forkserver, leaks
+from tests.chaos.site import missing_faults
+from tests.support import clocks, forkserver, leaks
+
+_SHOWN = 10  # violations of one scenario: one mistake can make thousands
 
 
 def main() -> int:
@@ -27,8 +30,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
     arguments = parser.parse_args()
     wanted = set(filter(None, arguments.only.split("/")))
-    pairs = [pair for pair in PAIRS if wanted <= set(pair)]
-    if not pairs:
+    chosen = [pair for pair in PAIRS if wanted <= set(pair)]
+    if not chosen:
         parser.error(f"no scenario is {arguments.only!r}; there are {', '.join(map('/'.join, PAIRS))}")
     seed = random.SystemRandom().randrange(1_000_000) if arguments.seed is None else arguments.seed
     print(f"seed {seed}", flush=True)
@@ -40,11 +43,16 @@ def main() -> int:
     os.environ.pop("XDG_RUNTIME_DIR", None)
     leaks.warm_up()
     try:
-        forkserver.server()
+        missing = _start_server(private)
+        for fault, why in missing.items():
+            print(f"skipped: {fault}: {why}", flush=True)
+        pairs = [pair for pair in chosen if pair[0] not in missing]
+        if not pairs:
+            return 2
         for number in itertools.islice(itertools.count(seed), arguments.count):
             if arguments.count is None and time.monotonic() >= end:
                 break
-            reports.append(run_scenario(*pairs[number % len(pairs)], number, arguments.grace))
+            reports.append(run_scenario(*pairs[number % len(pairs)], number, arguments.grace, missing))
             _tell(reports[-1])
     except KeyboardInterrupt:
         print("interrupted")
@@ -57,10 +65,24 @@ def main() -> int:
     return any(report.violations for report in reports)
 
 
+def _start_server(directory: str) -> dict[str, str]:
+    """Start the fork server with the library of clocks, if there is one; returns the faults that are missing."""
+    try:
+        os.environ["LD_PRELOAD"] = clocks.build(directory)
+    except clocks.NotAllowedError as error:
+        forkserver.server()
+        return {**missing_faults(has_clocks=False), "clock": str(error)}
+    try:
+        forkserver.server()
+    finally:
+        del os.environ["LD_PRELOAD"]
+    return missing_faults(has_clocks=True)
+
+
 def _tell(report: Report) -> None:
-    """A line for each scenario, and all of its violations: a run may be cut short."""
+    """A line for each scenario, and its violations: a run may be cut short."""
     what = f"{report.fault}/{report.job} {report.seed}: {len(report.operations)} operations"
-    print(what, *report.violations, sep="\n  VIOLATION: ", flush=True)
+    print(what, *report.violations[:_SHOWN], sep="\n  VIOLATION: ", flush=True)
     if report.violations:
         print(report.output, f"  replay: {report.command}", sep="", flush=True)
 

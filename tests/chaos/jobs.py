@@ -25,8 +25,8 @@ import farprop.distributed  # noqa: F401 - it registers the backend
 import farprop.rpc as rpc
 from farprop.errors import ConnectionLostError, OverloadedError, RpcTimeoutError
 from farprop.nn.parallel import DistributedDataParallel
-from tests.chaos.faults import FAULTS
 from tests.chaos.operations import Operation, Operations
+from tests.support.clocks import now
 
 _START_SECONDS = 30.0
 _END_SECONDS = 5.0
@@ -34,6 +34,9 @@ _SECONDS = 5.0
 _SHORT_SECONDS = 1.0  # less than some stops last
 _PAUSE = 0.002  # between operations
 _WIDTH = 32
+_WITNESS_CALLS = 100
+_WITNESS_PAUSE = 0.02
+_OLDEST = 600.0  # seconds; no scenario takes as long
 
 Left = Callable[[], float]
 
@@ -47,6 +50,10 @@ class Setting:
     seed: int
     size: int
     directory: str  # where they meet
+    meeting: str = "env"  # or "file", or "dynamic": a file, and the group has no size
+    errors: tuple[type[BaseException], ...] = ()  # that are right while it runs
+    join_errors: tuple[type[BaseException], ...] = ()  # that are right when a worker joins for the first time
+    has_victim: bool = False  # a worker is killed, and nobody takes its place
 
 
 @dataclass
@@ -68,20 +75,34 @@ class Job:
         self.setting = setting
         self.rank = rank
         self.name = f"worker{rank}"
-        self.operations = Operations(rank, FAULTS[setting.fault])
+        self.operations = Operations(rank, setting.errors)
         self.dice = random.Random(f"{setting.seed}/{rank}")
 
     def seconds(self) -> float:
         """The deadline of the next operation."""
-        return self.dice.choice((_SHORT_SECONDS, _SECONDS)) if self.setting.fault in ("stop", "mixed") else _SECONDS
+        return self.dice.choice((_SHORT_SECONDS, _SECONDS)) if RpcTimeoutError in self.setting.errors else _SECONDS
 
-    def begin(self) -> None:
-        """Join the others."""
+    def begin(self, attempt: int) -> bool:
+        """Join the others; returns whether that worked."""
+        self.operations.expected = self.setting.errors if attempt else self.setting.errors + self.setting.join_errors
+        joined = self.join(attempt)
+        self.operations.expected = self.setting.errors
+        return joined
+
+    def join(self, attempt: int) -> bool:
+        raise NotImplementedError
+
+    def meet(self) -> None:
+        """Wait for the others, in a group without a size."""
+        raise NotImplementedError
+
+    def leave_early(self) -> None:
+        """Leave, because others could not join."""
         raise NotImplementedError
 
     def run(self, until: float) -> None:
         """Train until this time."""
-        while time.monotonic() < until:
+        while now() < until:
             self.step()
             time.sleep(_PAUSE)
 
@@ -118,20 +139,26 @@ def _rows(dice: random.Random) -> int:
 class Calls(Job):
     """A job of workers that call each other."""
 
-    def begin(self) -> None:
-        dynamic = self.setting.fault == "restart"
+    def join(self, attempt: int) -> bool:
         options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=_SECONDS)
-        if dynamic:
+        if self.setting.meeting == "dynamic":
             options.init_method = f"file://{self.setting.directory}/meet"
-        size = None if dynamic else self.setting.size
+        elif attempt or self.setting.meeting == "file":
+            options.init_method = f"file://{self.setting.directory}/meet{attempt}"
+        size = None if self.setting.meeting == "dynamic" else self.setting.size
         joined = self.operations.run(
             "join",
             _START_SECONDS,
             lambda left: rpc.init_rpc(self.name, rank=self.rank, world_size=size, rpc_backend_options=options),
         )
-        if joined.right and dynamic:
-            names = [f"worker{rank}" for rank in range(self.setting.size)]
-            self.operations.run("meet", _START_SECONDS, lambda left: rpc.wait_for_workers(names, left()))
+        return joined.right
+
+    def meet(self) -> None:
+        names = [f"worker{rank}" for rank in range(self.setting.size)]
+        self.operations.run("meet", _START_SECONDS, lambda left: rpc.wait_for_workers(names, left()))
+
+    def leave_early(self) -> None:
+        self.operations.run("leave early", _END_SECONDS, lambda left: rpc.shutdown(graceful=False))
 
     def finish(self, survivors: Sequence[int]) -> None:
         for rank in survivors:
@@ -162,16 +189,50 @@ def gradients_here(context: int) -> list[torch.Tensor]:
     return list(dist_autograd.get_gradients(context).values())
 
 
-def flood(rank: int, target: str, calls: int) -> list[Operation]:
+# A flood
+
+_ran: list[float] = []  # when the calls of a flood ran here
+
+
+def sink(value: Any) -> int:
+    """Take a call of a flood."""
+    _ran.append(now())
+    return value if isinstance(value, int) else len(value)
+
+
+def flood_times() -> list[float]:
+    """When the calls of a flood ran on this worker."""
+    return _ran
+
+
+def flood(rank: int, target: str, calls: int, size: int) -> list[Operation]:
     """Make many calls at once. It runs beside the job, in a thread of its own."""
-    operations = Operations(rank, (OverloadedError, RpcTimeoutError))
+    operations = Operations(rank, (OverloadedError, RpcTimeoutError, *_current().setting.errors))
+    value = torch.zeros(size, dtype=torch.uint8) if size else None
 
     def all_at_once(left: Left) -> list[int]:
-        futures = [rpc.rpc_async(target, same, args=(number,), timeout=left()) for number in range(calls)]
+        futures = [
+            rpc.rpc_async(target, sink, args=(number if value is None else value,), timeout=left())
+            for number in range(calls)
+        ]
         return [future.wait() for future in futures]
 
-    operations.run("flood", 4 * _SECONDS, all_at_once, lambda values: values == list(range(calls)))
+    right = [size] * calls if size else list(range(calls))
+    operations.run("flood", 4 * _SECONDS, all_at_once, lambda values: values == right)
     return operations.done
+
+
+def witness(rank: int, target: str) -> tuple[list[Operation], list[tuple[float, float]]]:
+    """Call the target of a flood, one call at a time; returns when each was sent, and when it ran."""
+    operations = Operations(rank, _current().setting.errors)
+    times = []
+    for _ in range(_WITNESS_CALLS):
+        sent = now()
+        called = operations.run("witness", _SECONDS, lambda left: rpc.rpc_sync(target, now, timeout=left()))
+        if called.right:
+            times.append((sent, called.value))
+        time.sleep(_WITNESS_PAUSE)
+    return operations.done, times
 
 
 # A parameter server
@@ -401,6 +462,8 @@ class Actors(Calls):
             )
         else:
             self._add(self.dice.choice(self._held), None if action < 0.8 else other)
+        if action > 0.9:
+            self.operations.run("references", self.seconds(), lambda left: rpc.live_references(), _have_ages)
 
     def _add(self, held: _Held, through: str | None) -> None:
         def add(left: Left) -> int:
@@ -427,14 +490,21 @@ class Actors(Calls):
         super().end()
 
 
+def _have_ages(references: list[rpc.LiveReference]) -> bool:
+    return all(0 <= reference.seconds < _OLDEST for reference in references)
+
+
 # Data-parallel training
 
 
 class Ddp(Job):
     """Ranks of a process group that train one module. After an error they leave the group."""
 
-    def begin(self) -> None:
-        self._join("group", self.rank, self.setting.size)
+    def join(self, attempt: int) -> bool:
+        return self._join(f"group{attempt}", self.rank, self.setting.size)
+
+    def leave_early(self) -> None:
+        self._leave()
 
     def _join(self, name: str, rank: int, size: int) -> bool:
         return self.operations.run(
@@ -454,7 +524,7 @@ class Ddp(Job):
         number = 0
         while made.right and self._train(made.value, number, self.setting.size).right:
             # All ranks have to stop at the same step.
-            late = torch.tensor([float(time.monotonic() >= until)])
+            late = torch.tensor([float(now() >= until)])
             agreed = self.operations.run("all_reduce", _SECONDS, lambda left, late=late: dist.all_reduce(late))
             if not agreed.right or late.item():
                 break
@@ -521,14 +591,29 @@ JOBS: dict[str, tuple[type[Job], int]] = {
 _job: Job | None = None
 
 
-def begin(setting: Setting, rank: int) -> None:
-    """Become a worker of the job."""
+def begin(setting: Setting, rank: int) -> bool:
+    """Become a worker of the job; returns whether that worked."""
     global _job
     if setting.fault in ("interrupt", "mixed"):
         _let_finalisers_be_interrupted()
     _job = JOBS[setting.job][0](setting, rank)
     _job.operations.catch_interrupts()
-    _job.begin()
+    return _job.begin(0)
+
+
+def leave_early() -> None:
+    """Leave, because others could not join."""
+    _current().leave_early()
+
+
+def begin_again() -> bool:
+    """Join again."""
+    return _current().begin(1)
+
+
+def meet() -> None:
+    """Wait for the others, in a group without a size."""
+    _current().meet()
 
 
 def _let_finalisers_be_interrupted() -> None:
@@ -550,6 +635,7 @@ def run(until: float) -> None:
 def begin_and_run(setting: Setting, rank: int, until: float) -> None:
     """Take the place of a worker that was killed."""
     begin(setting, rank)
+    meet()
     run(until)
 
 
@@ -564,7 +650,7 @@ def end() -> Findings:
     """Leave the job, and tell all about it."""
     job = _current()
     # A group with a size can't shut down gracefully without one of its workers, and says so.
-    job.operations.expected = (ConnectionLostError,) if job.setting.fault in ("kill", "mixed") else ()
+    job.operations.expected = (ConnectionLostError,) if job.setting.has_victim else ()
     job.end()
     return job.findings()
 

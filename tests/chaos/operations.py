@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+
+from tests.support.clocks import now
 
 
 class Outcome(Enum):
@@ -23,7 +24,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation that has ended. Times are of the monotonic clock, which all processes of a machine share."""
+    """An operation that has ended. Times are of the driver's monotonic clock."""
 
     rank: int
     kind: str
@@ -83,12 +84,12 @@ class Operations:
             operation: Is called with a function that says how many seconds are left, for the timeouts of its calls.
             is_right: Whether the value is the right one.
         """
-        began = time.monotonic()
+        began = now()
         value = failure = None
         outcome = Outcome.VALUE
         try:
             self._interruptible = True
-            value = operation(lambda: max(0.001, began + seconds - time.monotonic()))
+            value = operation(lambda: max(0.001, began + seconds - now()))
             self._interruptible = False
         except KeyboardInterrupt as error:
             failure, outcome = error, Outcome.INTERRUPTED
@@ -96,11 +97,11 @@ class Operations:
             self._interruptible = False  # no call before it, so no interrupt comes here
             failure = error
             outcome = Outcome.ERROR if isinstance(error, self.expected) else Outcome.UNEXPECTED
-        ended = time.monotonic()
+        ended = now()
         detail = ""
         if outcome is Outcome.VALUE and not is_right(value):
             outcome, detail = Outcome.WRONG, repr(value)[:300]
-        elif outcome is Outcome.UNEXPECTED and failure is not None:
+        elif failure is not None and (outcome is Outcome.UNEXPECTED or ended - began > seconds):
             detail = "".join(traceback.format_exception(failure))
         name = type(failure).__name__ if failure is not None else ""
         self.done.append(Operation(self._rank, kind, began, ended, seconds, outcome, name, detail))

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import heapq
 import io
+import itertools
 import random
 import resource
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tests.chaos import jobs
-from tests.chaos.faults import FAULTS, Event, draw_events
+from tests.chaos.faults import FAULTS, Event, draw_events, errors_of, faults_of, join_errors_of
+from tests.chaos.flood import Flood
 from tests.chaos.jobs import JOBS, Findings, Setting
 from tests.chaos.operations import Operation, Outcome
+from tests.chaos.site import Site
 from tests.support import leaks
 from tests.support.workers import Cluster, Handle, processes
 
-PAIRS = tuple((fault, job) for fault in FAULTS for job in JOBS if job != "ddp" or fault not in ("flood", "restart"))
-_RUN_SECONDS = 4.0
+PAIRS = tuple((fault, job) for fault in FAULTS for job in JOBS if fault in faults_of(job))
+RUN_SECONDS = 4.0
+_AFTER = 1.0
 _STUCK_SECONDS = 60.0  # far more than the deadlines of all operations that can be under way
 _PROMISE = 1.0  # seconds after its deadline at which an operation must have ended
 _FILE_LIMIT = 32 << 10  # shared memory is never as small
@@ -48,12 +55,12 @@ class Report:
         return f"python -m tests.chaos --seed {self.seed} --only {self.fault}/{self.job} --count 1"
 
 
-def run_scenario(fault: str, job: str, seed: int, grace: float) -> Report:
-    """Run a scenario, and check it."""
+def run_scenario(fault: str, job: str, seed: int, grace: float, missing: Container[str] = ()) -> Report:
+    """Run a scenario, and check it. Faults that are missing are left out of a mixture."""
     report = Report(fault, job, seed)
     before = leaks.snapshot()
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
-        scenario = _Scenario(Setting(job, fault, seed, JOBS[job][1], directory))
+        scenario = _Scenario(fault, job, seed, directory, missing)
         output = io.StringIO()  # what the workers wrote
         try:
             with contextlib.redirect_stderr(output):
@@ -63,6 +70,7 @@ def run_scenario(fault: str, job: str, seed: int, grace: float) -> Report:
             report.violations.append("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]))
         report.operations = [one for found in scenario.findings for one in found.operations]
         check_operations(report, scenario.stops, grace)
+        report.violations += scenario.problems
         if job == "server":
             report.violations += check_pushes(scenario.findings)
         report.detected = _detection_times(report.operations, scenario)
@@ -74,37 +82,93 @@ def run_scenario(fault: str, job: str, seed: int, grace: float) -> Report:
 class _Scenario:
     """The driver's side of a scenario."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self.events = draw_events(setting.fault, setting.size, _RUN_SECONDS, random.Random(setting.seed))
+    def __init__(self, fault: str, job: str, seed: int, directory: str, missing: Container[str]) -> None:
+        size = JOBS[job][1]
+        dice = random.Random(seed)
+        drawn = draw_events(fault, size, RUN_SECONDS, dice)
+        self.events = [event for event in drawn if event.fault not in missing and event.fault in faults_of(job)]
+        self.site = Site(self.events, size, directory, seed)
+        meeting = "dynamic" if fault == "restart" else "env"
+        if fault == "disk" and job != "ddp":
+            meeting = dice.choice(("env", "file", "dynamic"))
+        self.setting = Setting(
+            job,
+            fault,
+            seed,
+            size,
+            self.site.meeting_place,
+            meeting,
+            errors_of(self.events),
+            join_errors_of(self.events),
+            any(event.fault == "kill" for event in self.events),
+        )
         self.findings: list[Findings] = []
+        self.problems: list[str] = []
         self.hits: list[tuple[str, int, float]] = []  # faults, the ranks that they hit, and when
         self.stops: list[Stop] = []
-        self._places = list(range(setting.size))  # the process of each rank
+        self._places = list(range(size))  # the process of each rank
         self._dead: set[int] = set()
         self._runs: list[Handle] = []
-        self._floods: list[Handle] = []
+        self._floods: list[Flood] = []
+        self._steps: list[tuple[float, int, Callable[[], None]]] = []  # what to do, and when
+        self._numbers = itertools.count()
 
     def run(self) -> None:
         ranks = range(self.setting.size)
-        spare = self.setting.fault == "restart"
-        with processes(self.setting.size + spare, timeout=_STUCK_SECONDS) as job:
-            for event in self.events:
-                if event.at == 0:
-                    self._hit(job, event, until=0)
-            _wait_for([job.start(rank, jobs.begin, self.setting, rank) for rank in ranks])
-            began = time.monotonic()
-            until = began + _RUN_SECONDS
-            self._runs = [job.start(rank, jobs.run, until) for rank in ranks]
-            for event in self.events:
-                if event.at > 0:
-                    time.sleep(max(0.0, began + event.at - time.monotonic()))
-                    self._hit(job, event, until)
-            survivors = [rank for rank in ranks if rank not in self._dead]
-            _wait_for([self._runs[rank] for rank in survivors])
-            self.findings += [Findings(operations) for operations in _wait_for(self._floods)]
-            self._on_each(job, survivors, jobs.finish, survivors)
-            self.findings += self._on_each(job, survivors, jobs.end)
+        with self.site as site:
+            environments: list[dict[str, str]] = site.environments()
+            if self.setting.fault == "restart":
+                environments.append({})
+            with processes(len(environments), environments, timeout=_STUCK_SECONDS) as job:
+                self._join(job)
+                until = time.monotonic() + self._run_seconds()
+                self._runs = [job.start(rank, jobs.run, until) for rank in ranks]
+                for event in self.events:
+                    if event.at > 0:
+                        self._plan(event.at, partial(self._hit, job, event, until))
+                self._do_steps()
+                survivors = [rank for rank in ranks if rank not in self._dead]
+                _wait_for([self._runs[rank] for rank in survivors])
+                for flood in self._floods:
+                    found, problems = flood.results(self._dead, is_alone=self.setting.fault == "flood")
+                    self.findings += found
+                    self.problems += problems
+                self._on_each(job, survivors, jobs.finish, survivors)
+                self.findings += self._on_each(job, survivors, jobs.end)
+
+    def _join(self, job: Cluster) -> None:
+        ranks = range(self.setting.size)
+        for event in self.events:
+            if event.at == 0:
+                self._hit(job, event, until=0)
+        joins = [job.start(rank, jobs.begin, self.setting, rank) for rank in ranks]
+        for event in self.events:
+            if event.at < 0:
+                self._plan(-event.at, partial(self._hit, job, event, until=0))
+        self._do_steps()
+        joined = _wait_for(joins)
+        dynamic = self.setting.meeting == "dynamic"
+        if not all(joined):
+            # The disk is free again. In a group without a size, the others wait for those who could not join.
+            again = [rank for rank in ranks if not joined[rank]] if dynamic else list(ranks)
+            if not dynamic:
+                self._on_each(job, [rank for rank in ranks if joined[rank]], jobs.leave_early)
+            self._on_each(job, again, jobs.begin_again)
+        if dynamic:
+            self._on_each(job, ranks, jobs.meet)
+
+    def _run_seconds(self) -> float:
+        """Until all faults are over, and then a little."""
+        return max([RUN_SECONDS, *(event.at + event.seconds + _AFTER for event in self.events)])
+
+    def _plan(self, seconds: float, step: Callable[[], None]) -> None:
+        heapq.heappush(self._steps, (time.monotonic() + seconds, next(self._numbers), step))
+
+    def _do_steps(self) -> None:
+        while self._steps:
+            at, _, step = heapq.heappop(self._steps)
+            time.sleep(max(0.0, at - time.monotonic()))
+            step()
 
     def _on_each(self, job: Cluster, ranks: Sequence[int], function: Callable[..., Any], *args: Any) -> list[Any]:
         return _wait_for([job.start(self._places[rank], function, *args) for rank in ranks])
@@ -113,28 +177,37 @@ class _Scenario:
         rank, place = event.rank, self._places[event.rank]
         if rank in self._dead:
             return
-        self.hits.append((event.fault, rank, time.monotonic()))
+        began = time.monotonic()
+        self.hits.append((event.fault, rank, began))
         match event.fault:
             case "kill":
                 self._dead.add(rank)
                 job.kill(place)
             case "stop":
                 job.signal(place, signal.SIGSTOP)
-                time.sleep(event.seconds)
-                job.signal(place, signal.SIGCONT)
-                self.stops.append((rank, self.hits[-1][-1], time.monotonic()))
+                self._plan(event.seconds, partial(self._resume, job, event, began))
             case "interrupt":
                 job.signal(place, signal.SIGINT)
             case "restart":
                 job.kill(place)
-                time.sleep(event.seconds)
                 self._places[rank] = self.setting.size
-                self._runs[rank] = job.start(self.setting.size, jobs.begin_and_run, self.setting, rank, until)
+                self._plan(event.seconds, partial(self._replace, job, rank, until))
             case "flood":
-                self._floods.append(job.start(place, jobs.flood, rank, f"worker{event.target}", event.calls))
+                if not {event.target, event.witness} & self._dead:
+                    self._floods.append(Flood(job, event))
             case "no-shm":
                 _, hard = resource.prlimit(job.pid(place), resource.RLIMIT_FSIZE)
                 resource.prlimit(job.pid(place), resource.RLIMIT_FSIZE, (_FILE_LIMIT, hard))
+            case _:
+                self.site.begin(event)
+                self._plan(event.seconds, partial(self.site.end, event))
+
+    def _resume(self, job: Cluster, event: Event, began: float) -> None:
+        job.signal(self._places[event.rank], signal.SIGCONT)
+        self.stops.append((event.rank, began, time.monotonic()))
+
+    def _replace(self, job: Cluster, rank: int, until: float) -> None:
+        self._runs[rank] = job.start(self._places[rank], jobs.begin_and_run, self.setting, rank, until)
 
 
 def _wait_for(handles: Sequence[Handle]) -> list[Any]:
@@ -150,7 +223,7 @@ def check_operations(report: Report, stops: Sequence[Stop], grace: float) -> Non
         if late > _PROMISE + grace:
             report.violations.append(
                 f"{what} ended {late:.2f} s after its deadline of {operation.deadline:g} s: "
-                f"{operation.error or operation.outcome.value}"
+                f"{operation.error or operation.outcome.value}\n{operation.detail}"
             )
         if operation.outcome in (Outcome.WRONG, Outcome.UNEXPECTED):
             report.violations.append(f"{what}: {operation.outcome.value} {operation.error}\n{operation.detail}")
@@ -187,12 +260,10 @@ def _detection_times(operations: Sequence[Operation], scenario: _Scenario) -> li
             for one in operations
             if one.outcome is Outcome.INTERRUPTED
         ]
-    kills = [hit for fault, _, hit in scenario.hits if fault in ("kill", "restart")]
-    if scenario.setting.fault == "mixed" or not kills:
-        return []
-    (hit,) = kills
-    first: dict[int, Operation] = {}
+    hits = sorted(hit for _, _, hit in scenario.hits)
+    first: dict[tuple[int, int], float] = {}  # by rank, and by the last fault before the error
     for one in sorted(operations, key=lambda one: one.ended):
-        if one.outcome is Outcome.ERROR and one.ended >= hit:
-            first.setdefault(one.rank, one)
-    return [one.ended - max(hit, one.began) for one in first.values()]
+        last = bisect.bisect(hits, one.ended) - 1
+        if one.outcome is Outcome.ERROR and last >= 0:
+            first.setdefault((one.rank, last), one.ended - max(hits[last], one.began))
+    return list(first.values())

@@ -11,21 +11,34 @@ from typing import Any
 
 import pytest
 
-from farprop.errors import ConnectionLostError, OverloadedError
-from tests.chaos.faults import draw_events
+from farprop.errors import CollectiveError, ConnectionLostError, OverloadedError, RendezvousError, RpcTimeoutError
+from tests.chaos.faults import Event, draw_events, errors_of, join_errors_of
+from tests.chaos.flood import check_memory, check_turns
 from tests.chaos.jobs import JOBS, Findings
 from tests.chaos.operations import Operation, Operations, Outcome
 from tests.chaos.report import as_json, table
 from tests.chaos.scenario import PAIRS, Report, check_operations, check_pushes, run_scenario
+from tests.chaos.site import missing_faults
+from tests.support.relay import Way
 
 _GRACE = 5.0
 _ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("fault", "job", "seed"), [("kill", "server", 4), ("stop", "pipeline", 1), ("restart", "actors", 2)]
+    ("fault", "job", "seed"),
+    [
+        ("kill", "server", 4),
+        ("stop", "pipeline", 1),
+        ("restart", "actors", 2),
+        ("cut", "server", 44),
+        ("disk", "actors", 7),
+    ],
 )
 def test_scenario(fault: str, job: str, seed: int) -> None:
+    missing = missing_faults(has_clocks=False)
+    if fault in missing:
+        pytest.skip(missing[fault])
     report = run_scenario(fault, job, seed, _GRACE)
     assert report.operations
     assert not report.violations, "\n".join([*report.violations, report.output, f"To try it again: {report.command}"])
@@ -38,6 +51,41 @@ def test_seed_decides_the_schedule() -> None:
         assert first == again
         assert bool(first) == (fault != "none")
         assert all(event.rank in range(size) and event.at < 4.0 for event in first)
+
+
+def test_short_cuts_and_few_losses_explain_timeouts_alone() -> None:
+    cut = Event("cut", 1.0, 0, 0.5)
+    lossy = Event("lossy", 1.0, 0, link={"loss": 0.001})
+    assert errors_of([cut, lossy, Event("clock", 1.0, 0), Event("disk", 1.0, 0)]) == (RpcTimeoutError,)
+    for harmful in (replace(cut, seconds=0.6), replace(lossy, link={"loss": 0.1}), Event("interrupt", 1.0, 0)):
+        assert set(errors_of([harmful])) >= {ConnectionLostError, CollectiveError}
+    assert errors_of([]) == join_errors_of([cut, Event("disk", 1.0, 0)]) == ()
+    assert RendezvousError in join_errors_of([Event("disk", 0.0, 0)])
+
+
+# Cables
+
+
+def _arrivals(way: Way, frames: int = 1000) -> list[list[float]]:
+    dice = random.Random(5)
+    return [way.arrivals(float(number), 100, dice) for number in range(frames)]
+
+
+def test_a_way_loses_doubles_and_delays_by_chance() -> None:
+    assert _arrivals(Way()) == [[float(number)] for number in range(1000)]
+    assert _arrivals(Way(loss=1.0)) == [[]] * 1000
+    assert _arrivals(Way(double=1.0, delay=0.5)) == [[number + 0.5] * 2 for number in range(1000)]
+    assert 50 < sum(not times for times in _arrivals(Way(loss=0.1))) < 150
+    assert 50 < sum(times[0] > number for number, times in enumerate(_arrivals(Way(reorder=0.1)))) < 150
+    assert _arrivals(Way(loss=0.1, reorder=0.1)) == _arrivals(Way(loss=0.1, reorder=0.1))
+
+
+def test_a_way_has_a_rate_and_a_queue() -> None:
+    way = Way(rate=1000.0, queue=0.25)
+    dice = random.Random(5)
+    times = [way.arrivals(0.0, 100, dice) for _ in range(5)]
+    assert times == [[pytest.approx(0.1)], [pytest.approx(0.2)], [pytest.approx(0.3)], [], []]
+    assert way.arrivals(0.2, 100, dice) == [pytest.approx(0.4)]
 
 
 # The checks
@@ -103,6 +151,15 @@ def test_violations_of_pushes(applied: Any, acknowledged: Any, refused: Any, say
     problems = check_pushes([server, trainer])
     assert len(problems) == bool(says)
     assert says in "".join(problems)
+
+
+def test_violations_of_floods() -> None:
+    flood = [number / 1000 for number in range(10_000)]
+    assert check_turns([], flood) == []
+    assert check_turns([(0.5, 0.6), (2.0, 3.0)], flood) == []
+    assert check_turns([(0.5, 0.6), (2.0, 6.0)], flood) == ["a call waited for 4000 calls of a flood"]
+    assert check_memory(1, 5 << 20, 5 << 20) == []
+    assert check_memory(1, 9 << 20, 5 << 20) == ["rank 1 needed 9 MiB more during a flood; 5 MiB are right"]
 
 
 def test_table_and_json() -> None:

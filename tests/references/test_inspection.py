@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -124,6 +125,29 @@ def test_live_references(workers: Cluster) -> None:
     workers.run(0, _references_of_the_owner)
     for rank in range(3):
         wait_until(lambda: workers.run(rank, rpc.live_references) == [])  # noqa: B023
+
+
+def _keep_one(owner: str) -> None:
+    g.kept["aged"] = rpc.remote(owner, f.add, args=(1,))
+    assert g.kept["aged"].to_here() == 2
+
+
+def _ages_after_a_jump(seconds: float) -> list[float]:
+    real = time.time
+    time.time = lambda: real() + seconds
+    try:
+        return [reference.seconds for reference in rpc.live_references()]
+    finally:
+        time.time = real
+
+
+@pytest.mark.parametrize("seconds", [-86400.0, 86400.0])
+def test_ages_do_not_depend_on_the_wall_clock(workers: Cluster, seconds: float) -> None:
+    workers.run(0, _keep_one, "worker1")
+    (age,) = workers.run(1, _ages_after_a_jump, seconds)
+    assert 0 <= age < 600
+    workers.run(0, g.let_go, "aged")
+    wait_until(lambda: workers.run(1, rpc.live_references) == [])
 
 
 def _counts() -> None:

@@ -32,7 +32,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from tests.support import hosts, leaks, lock_order
+from tests.support import clocks, disks, hosts, leaks, lock_order
 
 
 class Check(Enum):
@@ -99,6 +99,12 @@ def _set_up(setup: Setup) -> None:
     os.environ.update(setup.environ)
     if hosts.NAMESPACE in setup.environ:
         hosts.enter(setup.environ[hosts.NAMESPACE])
+    if disks.NAMESPACE in setup.environ:
+        disks.enter(setup.environ[disks.NAMESPACE])
+    if clocks.MONOTONIC in setup.environ:
+        clocks.enter_time_namespace(int(setup.environ[clocks.MONOTONIC]))
+    if clocks.WALL in setup.environ:
+        clocks.use_wall_clock(setup.environ[clocks.WALL])
     os.chdir(setup.cwd)
     sys.path[:] = setup.path
     sys.argv[:] = [setup.name]

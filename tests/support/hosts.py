@@ -70,6 +70,15 @@ class Hosts:
         shared = {"MASTER_ADDR": self.address(places[0]), "FARPROP_SECRET": SECRET, **more}
         return [{**shared, NAMESPACE: self.names[host]} for host in places]
 
+    def at_switch(self) -> list[str]:
+        """The words before a command that is to run at the switch. They end as the command: it has the same process."""
+        return ["ip", "netns", "exec", self.switch]
+
+    def send_single_packets(self) -> None:
+        """Let no host send several packets as one frame, so that a lost frame is a lost packet."""
+        for name in self.names:
+            _ip("-n", name, "link", "set", "eth0", "gso_max_segs", "1")
+
     def cut(self, host: int) -> None:
         """Cut the cable between the host and the switch. No end is notified."""
         _ip("-n", self.switch, "link", "set", f"port{host}", "nomaster")

@@ -134,7 +134,7 @@ def test_unusable_runtime_directory_falls_back_to_the_temporary_one(
 def test_directory_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first worker makes another directory and publishes its name. Others use it only if they alone own it."""
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     # So the files that this user makes seem to belong to another user.
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     (tmp_path / f"farprop-{os.geteuid()}").mkdir()

@@ -70,7 +70,7 @@ def live_references() -> list[LiveReference]:
                 holders=tuple(sorted(map(agent.membership.name_of, holders))),
                 made_by=slot.maker.decode(errors="replace") if slot is not None else "",
                 created_at=slot.site.decode(errors="replace") if slot is not None else "",
-                seconds=time.time() - slot.created if slot is not None else 0.0,
+                seconds=time.monotonic() - slot.created if slot is not None else 0.0,
             )
         )
     for record in users:

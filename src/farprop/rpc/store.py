@@ -8,6 +8,8 @@ that may never start. Here rank 0 does not wait; the agent finds out and reports
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlparse
@@ -32,7 +34,8 @@ def open_store(
             raise ValueError("rank parameter missing: with a Store, pass rank (and world_size) to init_rpc.")
         store: dist.Store = init_method
     elif not world_size:
-        store = _last = create_store(options, rank)
+        with _rendezvous_errors(options.init_method):
+            store = _last = create_store(options, rank)
         world_size = None
         if rank < 0:
             rank = int(os.environ["RANK"])
@@ -45,7 +48,8 @@ def open_store(
             if rank < 0:
                 raise ValueError("rank parameter missing: with file://, pass rank to init_rpc.")
             path = urlparse(init_method).path
-            store = _last = dist.FileStore(path, world_size)
+            with _rendezvous_errors(init_method):
+                store = _last = dist.FileStore(path, world_size)
         else:
             rendezvous = dist.rendezvous(init_method, rank=rank, world_size=world_size)
             store, rank, world_size = next(rendezvous)
@@ -54,6 +58,14 @@ def open_store(
     if world_size is not None and not 0 <= rank < world_size:
         raise ValueError(f"rank must be from 0 to world_size - 1 = {world_size - 1}, but it is {rank}.")
     return store, rank, world_size
+
+
+@contextmanager
+def _rendezvous_errors(init_method: str) -> Iterator[None]:
+    try:
+        yield
+    except dist.DistError as error:
+        raise RendezvousError(f"The store of {init_method} can't be opened: {error}") from error
 
 
 def _address(init_method: str, scheme: str, rank: int) -> tuple[str, int, int]:

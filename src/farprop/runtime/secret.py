@@ -163,7 +163,10 @@ class FoundSecret:
         directory = _directory(agree)
         _remove_left_over(directory)
         self.file = directory / f"{hashlib.sha256(job.encode()).hexdigest()[:32]}{_SUFFIX}"
-        self._descriptor, self.text = _read_or_make(self.file)
+        try:
+            self._descriptor, self.text = _read_or_make(self.file)
+        except OSError as error:
+            raise _unkept(directory, error) from error
 
     def remove(self) -> None:
         """Remove the file: all workers have the secret."""
@@ -207,7 +210,22 @@ def _usual_directory() -> Path:
     # After `su` or `sudo -E` it may belong to another user, and in a container it may not exist.
     if runtime and os.access(runtime, os.W_OK | os.X_OK):
         return Path(runtime, "farprop")
-    return Path(tempfile.gettempdir(), f"farprop-{os.geteuid()}")
+    return Path(_temporary_directory(), f"farprop-{os.geteuid()}")
+
+
+def _temporary_directory() -> str:
+    """As ``tempfile.gettempdir``, but it is the same on all workers, also if the disk is full for a while.
+
+    That function tries to write a file. If it can't, it takes another directory, and keeps to it: then the workers of a
+    job would look for their secret in different places.
+    """
+    named = [os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")]
+    places = [place for place in (*named, "/tmp", "/var/tmp") if os.path.isdir(place)]
+    return next((place for place in places if os.access(place, os.W_OK | os.X_OK)), "/tmp")
+
+
+def _unkept(directory: Path, error: OSError) -> UsageError:
+    return UsageError(f"The job's secret can't be kept in {directory}: {error}. Set FARPROP_SECRET.")
 
 
 def _usable(directory: Path) -> bool:
@@ -217,7 +235,7 @@ def _usable(directory: Path) -> bool:
             directory.mkdir(mode=0o700)
         facts = directory.lstat()
     except OSError as error:
-        raise UsageError(f"The job's secret can't be kept in {directory}: {error}. Set FARPROP_SECRET.") from error
+        raise _unkept(directory, error) from error
     if facts.st_uid != os.geteuid():
         return False
     if not stat.S_ISDIR(facts.st_mode) or facts.st_mode & 0o077:
@@ -233,7 +251,10 @@ def _directory(agree: Callable[[str, str], str]) -> Path:
     if _usable(usual):
         return usual
     prefix = f"farprop-{os.geteuid()}-"
-    own = Path(tempfile.mkdtemp(prefix=prefix))
+    try:
+        own = Path(tempfile.mkdtemp(prefix=prefix, dir=usual.parent))
+    except OSError as error:
+        raise _unkept(usual.parent, error) from error
     said = agree("directory of the secret", own.name)
     if said == own.name:
         return own

@@ -140,7 +140,7 @@ def connect(address: Address, unix: bool, deadline: float) -> socket.socket:
     while True:
         left = max(0.05, deadline - time.monotonic())
         try:
-            connection = socket.create_connection(address.tcp, timeout=min(left, _CONNECT_SECONDS))
+            connection = _connect_tcp(address.tcp, min(left, _CONNECT_SECONDS))
             break
         except OSError as error:
             # The kernel asks less and less often. If the network comes back, a new attempt is faster.
@@ -148,6 +148,24 @@ def connect(address: Address, unix: bool, deadline: float) -> socket.socket:
                 raise ConnectionLostError(f"can't connect to {address.tcp[0]}:{address.tcp[1]}: {error}") from error
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
+
+
+def _connect_tcp(address: tuple[str, int], seconds: float) -> socket.socket:
+    """As ``socket.create_connection``, which leaves its socket open when it is interrupted."""
+    problem = OSError("it has no address")
+    for family, kind, protocol, _, place in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
+        connection = socket.socket(family, kind, protocol)
+        try:
+            connection.settimeout(seconds)
+            connection.connect(place)
+            return connection
+        except OSError as error:
+            connection.close()
+            problem = error
+        except BaseException:
+            connection.close()
+            raise
+    raise problem
 
 
 def _connect_unix(name: str, deadline: float) -> socket.socket:

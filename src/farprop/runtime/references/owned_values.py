@@ -51,7 +51,7 @@ class ValueSlot:
     def __init__(self, maker: bytes = b"", site: bytes = b"") -> None:
         self.maker = maker
         self.site = site
-        self.created = time.time()
+        self.created = time.monotonic()
         self.done = False
         self.broken_off = False
         self.value: Any = None
