@@ -8,7 +8,19 @@ import pytest
 
 from farprop.ids import GlobalId
 from farprop.protocol.references.records import Fork
-from farprop.wire.message import ANSWER, CONTEXT, FAILURE, FAST, NOTICE, PROFILED, REFS, REMOTE, REQUEST, RETURNS, SYSTEM
+from farprop.wire.message import (
+    ANSWER,
+    CONTEXT,
+    FAILURE,
+    FAST,
+    NOTICE,
+    PROFILED,
+    REFS,
+    REMOTE,
+    REQUEST,
+    RETURNS,
+    SYSTEM,
+)
 from tests.security.raw import memory, proven, serves
 from tests.support.raw_messages import pack, pack_fork, pack_forks
 from tests.support.workers import cluster

@@ -23,7 +23,19 @@ from farprop.protocol.backward import ALL, PassId
 from farprop.protocol.references.records import Fork
 from farprop.rpc.restricted import _INTERNAL
 from farprop.runtime.agent_registry import current_agent
-from farprop.wire.message import CONTEXT, FAILURE, FAST, PROFILED, REFS, REMOTE, RETURNS, SYSTEM, Message, Method, PassHead
+from farprop.wire.message import (
+    CONTEXT,
+    FAILURE,
+    FAST,
+    PROFILED,
+    REFS,
+    REMOTE,
+    RETURNS,
+    SYSTEM,
+    Message,
+    Method,
+    PassHead,
+)
 from tests.security import functions as f
 from tests.support.raw_messages import RawMessage, pack_fork, pack_forks
 from tests.support.workers import Cluster, cluster

@@ -39,8 +39,8 @@ class Operation(NamedTuple):
     rref: GlobalId
     fork: GlobalId
     flag: bool = False
-    """Of REGISTER: ``Fork.exists``. Of ACCEPT, RETURN, DELETE and FORGO: there may be orphans, which are forks that were
-    passed on before the value was made and that nobody holds any more, because of a death."""
+    """Of REGISTER: ``Fork.exists``. Of ACCEPT, RETURN, DELETE and FORGO: there may be orphans, which are forks that
+    were passed on before the value was made and that nobody holds any more, because of a death."""
 
 
 class Batch(NamedTuple):

@@ -116,9 +116,7 @@ UNCONFIRMED = frozenset({User.CREATING, User.BORROWED, User.ARRIVED, User.CREATI
 UNREGISTERED = frozenset({User.ARRIVED, User.ARRIVED_DROPPED})
 USABLE = frozenset({User.CREATING, User.BORROWED, User.ARRIVED, User.CONFIRMED})
 # The program can still reach the reference, so it can drop it.
-DROPPABLE = frozenset(
-    {User.CREATING, User.BORROWED, User.ARRIVED, User.CONFIRMED, User.DOUBTFUL, User.VOID}
-)
+DROPPABLE = frozenset({User.CREATING, User.BORROWED, User.ARRIVED, User.CONFIRMED, User.DOUBTFUL, User.VOID})
 
 
 class InvalidTransition(ProtocolError):

@@ -82,7 +82,7 @@ class UserReferences:
         self._to_drop: deque[UserReference] = deque()
         self._collected: deque[HandleWatch] = deque()  # all of their references, in case one was not queued
         self._drop_requested = False  # a timer is set
-        # Borrowed references, as a set in order: those of the time since a timer last ran, and those of the time before.
+        # Borrowed references, in order: those of the time since a timer last ran, and those of the time before.
         self._borrowed: dict[UserReference, None] = {}
         self._borrowed_before: dict[UserReference, None] = {}
         self._borrowing_is_timed = False
