@@ -97,6 +97,7 @@ class Server:
         settings: Settings,
         dialect: Dialect,
         on_context_ended: Callable[[int, int], None],
+        on_context_orphaned: Callable[[int], None],
         methods: Mapping[Method, Callable[..., Any]],
     ) -> None:
         self.active = 0  # unanswered requests
@@ -132,6 +133,7 @@ class Server:
         # free a graph takes longer than a short call.
         self._ended_contexts: deque[tuple[int, int]] = deque()
         self._on_context_ended = on_context_ended
+        self._on_context_orphaned = on_context_orphaned
         self.async_results = AsyncResults(threads, worker)
 
     def know_device_maps(self) -> None:
@@ -373,6 +375,10 @@ class Server:
         context = None if head is None else self._contexts.meet(head.context_id)
         if head is None or context is None:
             return decode_with(refs, None, self._decode_arguments, message)
+        if reply.connection.closed:
+            # In this order: the caller may have died while its request waited here. Whoever ends the contexts of a dead
+            # worker closes its connections first, so either it finds this context, or it is noticed here.
+            self._on_context_orphaned(head.context_id)
         reply.context = context
         reply.call_trace = head.call_trace
         return context.receive(reply.connection.rank, head, refs, self._decode_arguments, message)
