@@ -68,7 +68,7 @@ def _with_a_context_from_another(peers: Peers) -> tuple[ContextContainer, Contex
 
 
 def test_maker_that_can_not_be_asked_is_suspected() -> None:
-    """It may have died, too. Without a connection to it, nothing else would tell this worker, which kept the context."""
+    """It may have died, too. Without a connection to it nothing else would tell this worker, and the context stayed."""
     peers = Peers()
     contexts, cleanup = _with_a_context_from_another(peers)
     cleanup.on_death(BETWEEN)
