@@ -477,8 +477,8 @@ class Server:
                 more = unhurried or bool(threads.requests)
         except ConnectionLostError as error:
             _log.info("%s: the answer to %s is lost: %s", self._label, connection.peer, error)
-            if message.refs:
-                self._references.route_lost(connection, connection.rank)
+            # Again: only what ran after the connection was lost may have made this worker concerned with the caller.
+            self._connections.report_lost(connection)
         except FarpropError as error:
             self._references.not_sent(message.refs)
             if message.kind == FAILURE:
