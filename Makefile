@@ -43,7 +43,10 @@ conformance: $(READY)
 	@$(RUN) -m tests.conformance $(if $(REQUIRED),--required) $(if $(ONLY),--only $(ONLY))
 
 sim: $(READY)
-	@$(RUN) -m tests.simulation --seeds 20000
+	@$(RUN) -m tests.simulation --kind job --seeds 100000
+	@$(RUN) -m tests.simulation --kind references --seeds 10000
+	@$(RUN) -m tests.simulation --kind passes --seeds 10000
+	@$(RUN) -m tests.simulation --kind groups --seeds 10000
 	@$(RUN) -m tests.autograd.oracle --programs 2000
 
 # Atheris is installed when it is first wanted: it is of no use for anything else.

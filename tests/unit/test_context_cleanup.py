@@ -28,6 +28,7 @@ class Peers:
         self.is_cut = True
         self.exists = True
         self.suspected: list[int] = []
+        self.dead: set[int] = set()
         self.due: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     def submit(self, function: Callable[..., None], *args: Any) -> None:
@@ -38,6 +39,9 @@ class Peers:
 
     def clean_up(self, rank: int, context_id: int) -> None:
         """It gets there, or not."""
+
+    def is_dead(self, rank: int) -> bool:
+        return rank in self.dead
 
     def suspect(self, rank: int) -> None:
         self.suspected.append(rank)
@@ -64,7 +68,7 @@ def _with_a_context_from_another(peers: Peers) -> tuple[ContextContainer, Contex
 
 
 def test_maker_that_can_not_be_asked_is_suspected() -> None:
-    """It may have died, too. Without a connection to it, nothing else would tell this worker, which kept the context."""
+    """It may have died, too. Without a connection to it nothing else would tell this worker, and the context stayed."""
     peers = Peers()
     contexts, cleanup = _with_a_context_from_another(peers)
     cleanup.on_death(BETWEEN)
@@ -101,3 +105,13 @@ def test_message_of_a_context_that_has_ended_does_not_carry_it() -> None:
     assert message.autograd is None
     assert not message.flags & CONTEXT
     assert not context.sends
+
+
+def test_request_of_a_dead_worker_that_runs_late_leaves_no_context() -> None:
+    """It waited for a thread while its caller was declared dead, and then made the context again."""
+    peers = Peers()
+    peers.dead = {MAKER}
+    contexts, cleanup = _with_a_context_from_another(peers)
+    cleanup.on_orphaned(OF_MAKER)
+    peers.run_due()
+    assert not len(contexts)

@@ -245,3 +245,12 @@ def test_simulation_detects_a_follower_that_does_not_wait_for_its_release(monkey
     with pytest.raises(AssertionError, match="a follower finished before its leader"):
         for seed in range(100):
             _World(seed).run()
+
+
+def test_late_worker_is_not_blamed_for_a_death() -> None:
+    """It raised ``UsageError``, as if the program of the late worker were wrong."""
+    leader = GatherMachine()
+    leader.begin("a", ABC, 1, 5.0)
+    leader.on_lost(KEY, "b", ConnectionLostError("b is gone"))
+    with pytest.raises(ConnectionLostError, match="c came too late: a has finished gather 0 of a, b, c: b is gone"):
+        leader.on_value(KEY, "c", 3)

@@ -78,6 +78,9 @@ class Failure(NamedTuple):
         raise ProtocolError("the failure in a message of a gather is malformed")
 
 
+_NO_FAILURE = Failure("", "")
+
+
 class Release(NamedTuple):
     """Tell a follower that the gather is over."""
 
@@ -116,7 +119,7 @@ class GatherMachine:
     def __init__(self) -> None:
         self._begun: dict[tuple[str, ...], int] = {}
         self._open: dict[Key, _Gather] = {}
-        self._failures: dict[tuple[str, ...], tuple[int, str]] = {}  # the last one of each group
+        self._failures: dict[tuple[str, ...], tuple[int, Failure]] = {}  # the last one of each group
 
     def begin(self, own: str, names: Iterable[str], value: Any, call_seconds: float) -> tuple[Key, list[Action]]:
         """Begin the next gather of these workers.
@@ -144,9 +147,13 @@ class GatherMachine:
         gather = self._open.get(key)
         if gather is None:
             if key.number < self._begun.get(key.names, 0):
-                number, why = self._failures.get(key.names, (-1, ""))
-                because = f": {why}" if number == key.number else "."
-                raise UsageError(f"{worker} came too late: {key.names[0]} has finished {key}{because}")
+                number, failure = self._failures.get(key.names, (-1, _NO_FAILURE))
+                is_known = number == key.number
+                because = f": {failure.text}" if is_known else "."
+                # If a death is the reason, the late one is not to blame.
+                is_death = is_known and failure.kind == ConnectionLostError.__name__
+                kind = ConnectionLostError if is_death else UsageError
+                raise kind(f"{worker} came too late: {key.names[0]} has finished {key}{because}")
             gather = self._open[key] = _Gather(key)
         if worker not in key.names or worker in gather.values:
             raise UsageError(f"{worker} does not belong to {key}, or has sent its value already. {_ADVICE}")
@@ -230,7 +237,7 @@ class GatherMachine:
             )
             error.__cause__ = first
         if error is not None:
-            self._failures[key.names] = key.number, str(error)
+            self._failures[key.names] = key.number, Failure(type(error).__name__, str(error))
         releases: list[Action] = []
         for name in key.names[1:]:
             if not gather.has_all and name not in gather.values:

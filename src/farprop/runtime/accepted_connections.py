@@ -119,6 +119,10 @@ class AcceptedConnections:
             self._on_lost(connection)
         self.on_closed(connection)
 
+    def report_lost(self, connection: Connection) -> None:
+        """Report a connection that was lost while a request from it ran."""
+        self._on_lost(connection)
+
     def close_those_of(self, rank: int, unless: str = "") -> None:
         """Close all connections of a worker, ``unless`` they are those of this instance."""
         for connection in self.all():

@@ -163,6 +163,7 @@ class Agent:
             self._settings,
             dialect,
             self.context_cleanup.release,
+            self.context_cleanup.on_orphaned,
             {
                 **self.owner_methods.table(),
                 **self.gradients.methods(),

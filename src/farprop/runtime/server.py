@@ -115,6 +115,7 @@ class Server:
         settings: Settings,
         dialect: Dialect,
         on_context_ended: Callable[[int, int], None],
+        on_context_orphaned: Callable[[int], None],
         methods: Mapping[Method, Callable[..., Any]],
     ) -> None:
         self.active = 0  # unanswered requests
@@ -150,6 +151,7 @@ class Server:
         # free a graph takes longer than a short call.
         self._ended_contexts: deque[tuple[int, int]] = deque()
         self._on_context_ended = on_context_ended
+        self._on_context_orphaned = on_context_orphaned
         self.async_results = AsyncResults(threads, worker)
 
     def know_device_maps(self) -> None:
@@ -388,6 +390,10 @@ class Server:
         context = None if head is None else self._contexts.meet(head.context_id)
         if head is None or context is None:
             return decode_with(refs, None, self._decode_arguments, message)
+        if reply.connection.closed:
+            # In this order: the caller may have died while its request waited here. Whoever ends the contexts of a dead
+            # worker closes its connections first, so either it finds this context, or it is noticed here.
+            self._on_context_orphaned(head.context_id)
         reply.context = context
         reply.call_trace = head.call_trace
         return context.receive(reply.connection.rank, head, refs, self._decode_arguments, message)
@@ -488,9 +494,9 @@ class Server:
                 more = unhurried or bool(threads.requests)
         except ConnectionLostError as error:
             _log.info("%s: the answer to %s is lost: %s", self._label, connection.peer, error)
-            if message.refs:
-                self._references.route_lost(connection, connection.rank)
             self._references.not_returned(connection.rank, message.returned)
+            # Again: only what ran after the connection was lost may have made this worker concerned with the caller.
+            self._connections.report_lost(connection)
         except FarpropError as error:
             self._references.not_sent(message.refs)
             self._references.not_returned(connection.rank, message.returned)

@@ -51,6 +51,9 @@ class WorkerServices:
     def name_of_rank(self, rank: int) -> str:
         return self._membership.name_of(rank)
 
+    def is_dead(self, rank: int) -> bool:
+        return self._references.is_dead(rank)
+
     def ranks(self) -> list[int]:
         return [info.id for info in self._membership.infos()]
 

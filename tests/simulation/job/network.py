@@ -77,7 +77,7 @@ class Stream:
     def arrival(self, delay: float) -> float:
         """When what is sent now arrives: not before what was sent earlier."""
         self._last_arrival = max(self._last_arrival, scheduler.now + delay)
-        return self._last_arrival - scheduler.now
+        return self._last_arrival
 
     # Receiving
 
@@ -172,7 +172,7 @@ class Network:
     def transmit(self, stream: Stream, data: bytes) -> None:
         if not stream.is_cut:
             self.world.counts["chunks"] += 1
-            scheduler.after(stream.arrival(self.delay()), None, Mode.KERNEL, self._deliver, stream, data)
+            scheduler.at(stream.arrival(self.delay()), None, Mode.KERNEL, self._deliver, stream, data)
 
     def _deliver(self, stream: Stream, data: bytes) -> None:
         """Bytes that this end has sent arrive, unless the connection was cut meanwhile."""
@@ -190,7 +190,7 @@ class Network:
         for end in (stream, stream.other):
             if rng.random() < 0.6:
                 end.is_cut = True
-            scheduler.after(end.arrival(self.delay()), None, Mode.KERNEL, self._end, end)
+            scheduler.at(end.arrival(self.delay()), None, Mode.KERNEL, self._end, end)
 
     def _end(self, stream: Stream) -> None:
         stream.is_cut = True

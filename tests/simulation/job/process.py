@@ -45,6 +45,7 @@ class Loop:
         self.process: Process = starting[0]
         self._handlers: dict[int, tuple[int, Callable[[int], None]]] = {}
         self._due: set[int] = set()
+        self._is_closed = False
 
     def add(self, fd: int, events: int, handler: Callable[[int], None]) -> None:
         self._handlers[fd] = events, handler
@@ -86,7 +87,11 @@ class Loop:
             self._look(fd)
 
     def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
-        return scheduler.after(max(0.0, when - scheduler.now), self.process, Mode.LOOP, callback)
+        return scheduler.after(max(0.0, when - scheduler.now), self.process, Mode.LOOP, self._call, callback)
+
+    def _call(self, callback: Callable[[], None]) -> None:
+        if not self._is_closed:
+            callback()
 
     def call_at_lockfree(self, when: float, callback: Callable[[], None]) -> None:
         self.call_at(when, callback)
@@ -95,6 +100,7 @@ class Loop:
         """It does not sleep."""
 
     def close(self) -> None:
+        self._is_closed = True
         self._handlers.clear()
 
 

@@ -147,7 +147,7 @@ def call_async(process: Process, plan: Plan, waits: bool) -> None:
     world.trace("%s calls work on %s: %s, and %s", process, plan.name, plan, "waits" if waits else "goes on")
     try:
         future = rpc.rpc_async(plan.name, work, args=(tuple(plan),))
-    except UsageError as error:
+    except FarpropError as error:
         checks.failed(world, history, error, 0.0)
         return
     history.is_open = process

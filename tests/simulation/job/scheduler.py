@@ -109,8 +109,13 @@ class Scheduler:
     def after(
         self, delay: float, process: Process | None, mode: Mode, action: Callable[..., object] | Thread, *args: Any
     ) -> Timer:
-        timer = Timer(self.now + delay, process, mode, action, args)
-        heapq.heappush(self._timers, (timer.when, next(self._numbers), timer))
+        return self.at(self.now + delay, process, mode, action, *args)
+
+    def at(
+        self, when: float, process: Process | None, mode: Mode, action: Callable[..., object] | Thread, *args: Any
+    ) -> Timer:
+        timer = Timer(when, process, mode, action, args)
+        heapq.heappush(self._timers, (when, next(self._numbers), timer))
         return timer
 
     @property

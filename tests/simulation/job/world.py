@@ -236,7 +236,7 @@ class World:
             self.trace("%s and %s can't reach each other", one, other)
             self.fault("silences", one, other)
             self.network.silence(one, other)
-            self._plan(self.rng.choice((0.1, 1.0, 4.0)), self.network.heal)
+            self._plan(self.rng.choice((0.1, 1.0, 1.9)), self.network.heal)
 
     def _leave(self) -> None:
         victims = self._victims()

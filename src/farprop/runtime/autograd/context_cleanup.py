@@ -154,6 +154,12 @@ class ContextCleanup:
             elif maker != self._own_rank and rank in context.known:
                 self._peers.submit(self._ask_maker, context.id, maker)
 
+    def on_orphaned(self, context_id: int) -> None:
+        """A request of a context runs whose caller may have died before: nobody else may tell when the context ends."""
+        maker = maker_of(context_id)
+        if maker != self._own_rank:
+            self._peers.submit(self._ask_maker, context_id, maker)
+
     def _ask_maker(self, context_id: int, maker: int) -> None:
         """The worker that brought a context here is dead: end the context if its maker does not have it any more.
 
@@ -165,6 +171,9 @@ class ContextCleanup:
             exists = ask(self._peers, maker, Method.CONTEXT_EXISTS, _ASK_SECONDS, context_id)
         except Exception as error:
             _log.info("%s: can't ask worker %d for context %d: %s", self._peers.label, maker, context_id, error)
+            if self._peers.is_dead(maker):
+                self.release(context_id)
+                return
             self._peers.suspect(maker)
             again = partial(self._peers.submit, self._ask_maker, context_id, maker)
             self._peers.call_at(time.monotonic() + _ASK_AGAIN_SECONDS, again)

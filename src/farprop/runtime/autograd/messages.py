@@ -50,6 +50,9 @@ class PeerCaller(Protocol):
     def suspect(self, rank: int) -> None:
         """Find out whether this worker is alive."""
 
+    def is_dead(self, rank: int) -> bool:
+        """Whether this worker is known to be dead, and no other process has its rank."""
+
     def clean_up(self, rank: int, context_id: int) -> None:
         """Ask another worker to release a context, with the next control batch."""
 

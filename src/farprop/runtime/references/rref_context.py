@@ -232,6 +232,10 @@ class RRefContext:
         """Whether the death of a worker would change anything here."""
         return self._guard.locked(self._machine.concerns, rank)
 
+    def is_dead(self, rank: int) -> bool:
+        """Whether a worker is known to be dead, and no other process has its rank."""
+        return rank in self._machine.dead
+
     def died(self, rank: int, instance: str | None = None) -> bool:
         """A worker is dead: void references to its values, and give back its own.
 
