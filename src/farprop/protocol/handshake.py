@@ -27,7 +27,7 @@ import struct
 
 from farprop.errors import AuthenticationError, ProtocolError
 
-VERSION = 5
+VERSION = 6
 MAX_UNPROVEN = 2048
 MAX_IDENTITY = 512
 _MAGIC = b"FARPROP\n"

@@ -65,6 +65,7 @@ class Method(enum.Enum):
     PASS_FAILED = b"\x14"  # to the origin: its pass failed
     ABORT = b"\x15"  # from the origin: undo the pass
     CONTEXT_EXISTS = b"\x16"  # to the creator of a context: does it still exist
+    INSPECT = b"\x20"  # what does this worker do
 
 
 # kind, flags, buffers, name length, returned segments, call id, seconds (0: no deadline), heads and payload
@@ -136,6 +137,7 @@ class Message:
         "call_id",
         "creation",
         "flags",
+        "function_name",
         "keep",
         "kind",
         "name",
@@ -148,6 +150,9 @@ class Message:
         "seconds",
         "sent",
     )
+
+    function_name: bytes
+    """What inspection shows for a function that travels without a name. Not set for others, and never sent."""
 
     def __init__(
         self,

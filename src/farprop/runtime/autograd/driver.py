@@ -484,6 +484,19 @@ class BackwardDriver:
 
     # State
 
+    def running_passes(self) -> list[tuple[LocalPass, float | None]]:
+        """The passes that run or wait here, with the seconds since they were started here if that is known."""
+        found: list[tuple[LocalPass, float | None]] = []
+        for context in self.contexts.all():
+            for local in context.all_passes():
+                if local.machine.active:
+                    waiter = self._waiters.get(local.id)
+                    age = None
+                    if waiter is not None and waiter.deadline is not None and waiter.timeout is not None:
+                        age = time.monotonic() - (waiter.deadline - waiter.timeout)
+                    found.append((local, age))
+        return found
+
     def debug_info(self) -> dict[str, int]:
         """Counts, under torch's names."""
         passes = [local for context in self.contexts.all() for local in context.all_passes()]
