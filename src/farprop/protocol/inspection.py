@@ -82,7 +82,7 @@ class ServedCall:
     thread: str = ""
     context: int | None = None
     place: Frame | None = None
-    """Where its thread is now, in the program's own code. A restricted job does not tell."""
+    """Where its thread is now, in the program's own code."""
     computes: bool | None = None
     """Whether its thread uses the processor, and does not sleep; None if that is not known."""
     waits_for: list[CallId] = field(default_factory=list)
@@ -165,7 +165,8 @@ class Snapshot:
 
     member: Member
     job: str
-    restricted: bool
+    discreet: bool
+    """Whether it leaves out what workers of a restricted job don't tell each other."""
     started: float
     """When it was started, by the time of day."""
     thread_limit: int

@@ -182,6 +182,30 @@ def doings(answer: Answer, ask: Ask) -> str:
     return f"{name} has nothing to do"
 
 
+def brief(answer: Answer) -> str:
+    """What a worker does, in a few words."""
+    if isinstance(answer, Silence):
+        return answer.reason
+    parts = []
+    awaited = [call for call in answer.awaited if not call.system and (call.is_waited_for or call.parent is None)]
+    if awaited:
+        parts.append(f"waits for {_target(max(awaited, key=lambda call: call.seconds))}{_more(awaited)}")
+    running = [call for call in answer.served if not call.system and call.state not in (QUEUED, HELD)]
+    if running:
+        oldest = max(running, key=lambda call: call.seconds or 0.0)
+        parts.append(f"runs `{short(oldest.function)}`{_since(oldest.seconds)} for {oldest.id.caller}{_more(running)}")
+    if answer.shutting_down is not None:
+        others = f" for {listed(answer.barrier)}" if answer.barrier else ""
+        parts.append(f"waits in shutdown ({seconds_text(answer.shutting_down)}){others}")
+    elif not awaited and answer.main is not None and answer.main.place is not None:
+        parts.append(f"main thread {'computes' if answer.main.computes else 'is'} at {answer.main.place}")
+    return "; ".join(parts) or "nothing"
+
+
+def _more(calls: Sequence[object]) -> str:
+    return f" and {len(calls) - 1} more" if len(calls) > 1 else ""
+
+
 def busy_with(worker: Snapshot) -> str:
     """What the threads of a worker are busy with."""
     running = [call for call in worker.served if call.state == "running" and not call.system and not call.waits_for]

@@ -551,6 +551,9 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     watch = getattr(agent, "watch", None)  # agents of other backends have none
     if watch is not None:
         watch.close()  # before the others leave
+    inspector = getattr(agent, "inspector", None)
+    if inspector is not None and graceful:
+        inspector.on_shutdown()
     try:
         if graceful:
             if getattr(agent, "is_static_group", True):

@@ -466,6 +466,7 @@ class Agent:
                 return
             self._closed = True
         self.watch.close()
+        self.inspector.is_closed = True
         self._observers.close()
         self._endpoint.secret.let_go()
         self._failure_detector.close()

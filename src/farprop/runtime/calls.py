@@ -135,6 +135,7 @@ class Calls:
             call.on_sending(connection)
             connection.call_async(message, call)
             call.call_id = message.call_id
+            future.called = connection.peer, call.origin
         except (ConnectionLostError, OverloadedError, InjectedFaultError) as error:
             self._after_failed_send(message, error)
             call.finish(None, error)

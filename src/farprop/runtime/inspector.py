@@ -12,12 +12,14 @@ Rules that hold here:
 from __future__ import annotations
 
 import linecache
+import logging
 import os
 import sys
 import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -61,9 +63,13 @@ from farprop.wire.dialect import Dialect
 from farprop.wire.function_names import shown_name
 from farprop.wire.message import ANSWER, SYSTEM, Message, Method
 
+_log = logging.getLogger(__name__)
+
 ASK_SECONDS = 0.3  # how much later than its deadline a call may end, to say why
 _LEAST_SECONDS = 0.02
 _AGAIN_SECONDS = 1.0  # a worker that was asked is not asked again so soon for a timeout
+_FIRST_WORD_SECONDS = 5.0  # after which ``shutdown`` says what it waits for; then again after twice as long, and so on
+_LONGEST_SILENCE_SECONDS = 60.0
 _MOST_CALLS = 500
 _MOST_FRAMES = 100
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -97,6 +103,7 @@ class Inspector:
         self.references: Callable[[], Iterable[Any]] = list
         self.barrier: Callable[[], list[str]] = list
         self.shutdown_began: float | None = None
+        self.is_closed = False
         self.job = job
         self._own = membership.own.name
         self._membership = membership
@@ -129,19 +136,19 @@ class Inspector:
     def on_question(self, caller: int, detail: int, number: int) -> bytes:
         """Another worker asks. ``number`` is that of the call that it asks about, or 0."""
         about = CallId(self._membership.name_of(caller), self._own, number)
-        return to_json(self.snapshot(detail, about))
+        return to_json(self.snapshot(detail, about, discreet=self._dialect.restricted))
 
-    def snapshot(self, detail: int = STATE, about: CallId | None = None) -> Snapshot:
+    def snapshot(self, detail: int = STATE, about: CallId | None = None, discreet: bool = False) -> Snapshot:
         """What this worker does now.
 
         Args:
             detail: ``CALLS`` for what ``why`` needs, ``STATE`` for everything but stacks, ``STACKS`` for all.
             about: a call that must not be left out, however many there are.
+            discreet: whether to leave out what workers of a restricted job don't tell each other: lines of code, and
+                the ids of contexts and references, which are keys to them.
         """
         now = _now()
-        restricted = self._dialect.restricted
-        shows = not restricted
-        threads = _Threads(shows)
+        threads = _Threads(not discreet)
         awaited, waited_by = self._awaited(now, threads)
         served = self._served(now, threads, awaited, waited_by, about)
         facts = self._pool.facts()
@@ -149,8 +156,8 @@ class Inspector:
         if detail >= STATE:
             more = {
                 "members": [member_of(entry) for entry in list(self._membership.entries.values())],
-                "references": self._references(shows),
-                "passes": self._passes(awaited),
+                "references": [] if discreet else self._references(),
+                "passes": [] if discreet else self._passes(awaited),
                 "connections": self._connections(),
                 "memory_bytes": memory_bytes(),
                 "shared_bytes": self._shared_bytes(),
@@ -158,20 +165,20 @@ class Inspector:
         serves = {ident: self._id_of(reply) for ident, reply in list(self._pool.serving.items()) if reply is not None}
         if detail >= STACKS:
             more["threads"] = [
-                threads.describe(ident, serves.get(ident), waited_by.get(ident), with_frames=shows)
+                threads.describe(ident, serves.get(ident), waited_by.get(ident), with_frames=not discreet)
                 for ident in threads.idents()
             ]
         main = threading.main_thread().ident or 0
         return Snapshot(
             member=self.member,
             job=self.job,
-            restricted=restricted,
+            discreet=discreet,
             started=self._started,
             thread_limit=facts["limit"],
             threads_busy=facts["running"],
             idle=self._is_idle(),
-            awaited=sorted(awaited.values(), key=lambda call: -call.seconds)[:_MOST_CALLS],
-            served=served,
+            awaited=_oldest(awaited.values(), discreet),
+            served=[replace(call, context=None) for call in served] if discreet else served,
             queued=facts["queued"],
             main=threads.describe(main, serves.get(main), waited_by.get(main), with_frames=False),
             barrier=self.barrier(),
@@ -204,7 +211,7 @@ class Inspector:
                     waited_by[ident] = waiting_for
         waited = set(waited_by.values())
         return {
-            call_id: call if call_id not in waited else _with(call, is_waited_for=True)
+            call_id: call if call_id not in waited else replace(call, is_waited_for=True)
             for call_id, call in calls.items()
         }, waited_by
 
@@ -306,7 +313,7 @@ class Inspector:
             **more,
         )
 
-    def _references(self, shows: bool) -> list[Reference]:
+    def _references(self) -> list[Reference]:
         return [
             Reference(
                 id=f"{found.id.created_on}:{found.id.local_id}",
@@ -317,7 +324,7 @@ class Inspector:
                 nbytes=found.nbytes,
                 holders=list(found.holders),
                 made_by=found.made_by,
-                created_at=found.created_at if shows else "",
+                created_at=found.created_at,
                 seconds=found.seconds,
             )
             for found in self.references()
@@ -462,6 +469,27 @@ class Inspector:
         self._asked[worker] = now, answer
         return answer
 
+    # Shutdown
+
+    def on_shutdown(self) -> None:
+        """``shutdown`` begins: say what it waits for, if it takes long. The end of the agent ends this."""
+        self.shutdown_began = _now()
+        self._pool.loop.call_at(_now() + _FIRST_WORD_SECONDS, lambda: self._tell_soon(_FIRST_WORD_SECONDS))
+
+    def _tell_soon(self, pause: float) -> None:
+        self._pool.submit(self._tell, pause)  # not in the loop: it asks other workers
+
+    def _tell(self, pause: float) -> None:
+        began = self.shutdown_began
+        if self.is_closed or began is None:
+            return
+        what = self.what_shutdown_waits_for(ASK_SECONDS)
+        if not self.is_closed:
+            text = "%s: shutdown has waited %s for %s"
+            _log.warning(text, self._membership.own.label, waits.seconds_text(_now() - began), what)
+            pause = min(2 * pause, _LONGEST_SILENCE_SECONDS)
+            self._pool.loop.call_at(_now() + pause, lambda: self._tell_soon(pause))
+
     def what_shutdown_waits_for(self, seconds: float) -> str:
         """What ``shutdown`` on this worker waits for: other workers that have not called it, or work that is left."""
         deadline = _now() + seconds
@@ -522,8 +550,9 @@ def member_of(entry: Entry) -> Member:
     return Member(entry.name, entry.rank, entry.host, entry.pid, entry.net)
 
 
-def _with(call: AwaitedCall, **changes: Any) -> AwaitedCall:
-    return AwaitedCall(**{**call.__dict__, **changes})
+def _oldest(calls: Iterable[AwaitedCall], discreet: bool) -> list[AwaitedCall]:
+    found = sorted(calls, key=lambda call: -call.seconds)[:_MOST_CALLS]
+    return [replace(call, context=None) for call in found] if discreet else found
 
 
 def _queued_call(call_id: CallId, message: Message, state: str, counted_from: float, now: float) -> ServedCall:

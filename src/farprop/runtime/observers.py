@@ -28,7 +28,7 @@ from farprop.protocol.inspection import (
 )
 from farprop.protocol.roster import Identity
 from farprop.runtime.inspector import Inspector
-from farprop.runtime.job_files import OwnJobFile
+from farprop.runtime.job_files import OwnJobFile, find_files
 from farprop.transport.sockets import check_user
 
 _log = logging.getLogger(__name__)
@@ -133,6 +133,7 @@ class Observers:
         file, self._file = self._file, None
         if file is not None:
             file.remove()
+            find_files()  # and those of workers that were killed go with it
 
     def abandon(self) -> None:
         """In a forked child, close the descriptors."""

@@ -334,8 +334,10 @@ class Server:
         except BaseException as error:
             if name.startswith(b"torch:") and isinstance(error, TypeError):
                 error = operator_error(function, args, kwargs) or error
-            # Its caller gets it, and decides what it means: it is no event of this worker.
+            # The caller gets it, and decides what it means: here it is no event. But a reference may never be used.
             _log.debug("%s: %s raised %r", self._label, shown_name(name, function), error, exc_info=error)
+            if reply.creation is not None:
+                _log.warning("%s: %s, called by remote(), raised %r", self._label, shown_name(name, function), error)
             self._fail(reply, error)
             return
         finally:

@@ -65,7 +65,7 @@ class Method(enum.Enum):
     PASS_FAILED = b"\x14"  # to the origin: its pass failed
     ABORT = b"\x15"  # from the origin: undo the pass
     CONTEXT_EXISTS = b"\x16"  # to the creator of a context: does it still exist
-    INSPECT = b"\x20"  # what does this worker do
+    INSPECT = b"\x1f"  # what does this worker do
 
 
 # kind, flags, buffers, name length, returned segments, call id, seconds (0: no deadline), heads and payload

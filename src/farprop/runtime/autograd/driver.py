@@ -428,7 +428,8 @@ class BackwardDriver:
         except BaseException as error:
             self.aborter.stop(local)
             if isinstance(error, BackwardError):
-                _log.warning("%s: a backward pass failed: %s", self._peers.label, error, exc_info=error)
+                # ``backward`` raises it at the origin.
+                _log.debug("%s: a backward pass failed: %s", self._peers.label, error, exc_info=error)
             raise
 
     def _local(self, head: PassHead) -> LocalPass:
