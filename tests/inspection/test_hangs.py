@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+import farprop.autograd as dist_autograd
 import farprop.inspect
 import farprop.rpc as rpc
 from farprop.errors import RpcTimeoutError
@@ -135,8 +138,6 @@ def test_two_values_that_are_made_from_each_other_are_a_cycle() -> None:
 
 @pytest.mark.parametrize("holder", ["interpreter", "stopped"])
 def test_worker_that_answers_nothing(holder: str) -> None:
-    import signal
-
     with cluster(3, env=_ENV, timeout=90) as job:
         if holder == "interpreter":
             waiting = job.start(0, rpc.rpc_sync, "worker1", f.hold_the_lock_of_the_interpreter, (12,), {}, 0)
@@ -194,8 +195,6 @@ def _many_timeouts() -> float:
 
 
 def test_many_calls_that_time_out_together_ask_once() -> None:
-    import signal
-
     with cluster(2, env=_ENV) as job:
         job.run(0, rpc.rpc_sync, "worker1", f.release)
         job.signal(1, signal.SIGSTOP)
@@ -218,3 +217,36 @@ def test_nested_calls_are_part_of_the_first() -> None:
         assert rows["take_the_lock"]["place"].startswith("functions.py:")
         job.run(0, f.release)
         waiting.result()
+
+
+class _Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        f.wait_here()
+        return gradient
+
+
+def apply_slow(x: torch.Tensor) -> torch.Tensor:
+    return _Slow.apply(x)  # type: ignore[no-any-return]
+
+
+def _slow_pass() -> tuple[list[str], float]:
+    with dist_autograd.context() as context:
+        y = rpc.rpc_sync("worker1", apply_slow, (torch.ones(1, requires_grad=True),))
+        start = time.monotonic()
+        with pytest.raises(RpcTimeoutError) as raised:
+            dist_autograd.backward(context, [y.sum()], timeout=_TIMEOUT)
+        return list(raised.value.__notes__), time.monotonic() - start
+
+
+def test_backward_pass_that_takes_too_long() -> None:
+    with cluster(2, env=_ENV) as job:
+        notes, seconds = job.run(0, _slow_pass)
+        pattern = r"worker0 waits for worker1\.GRADIENTS .*: worker1 has been in `GRADIENTS` for .* `wait_here`"
+        assert re.search(pattern, notes[0]), notes
+        assert seconds < _TIMEOUT + _GRACE
+        job.run(1, f.release)

@@ -132,11 +132,10 @@ class Job:
 def _row(call: CallId, awaited: AwaitedCall | None, served: ServedCall | None, root: CallId) -> CallRow:
     known = awaited or served
     assert known is not None
-    function = known.function if served is None or not served.function else served.function
     seconds = awaited.seconds if awaited is not None else None if served is None else served.seconds
     return CallRow(
         id=str(call),
-        function=function,
+        function=known.function,
         caller=call.caller,
         callee=call.callee,
         state="awaited" if served is None else served.state,

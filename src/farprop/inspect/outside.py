@@ -30,7 +30,7 @@ from farprop.protocol.inspection import (
     to_json,
 )
 from farprop.runtime.job_files import find_files, read_file
-from farprop.runtime.process_state import silence_of
+from farprop.runtime.process_state import UNRESPONSIVE, silence_of
 
 _RELAY_SECONDS = 1.5  # more than a worker takes to ask others that don't answer
 
@@ -118,8 +118,7 @@ def _ask_all(files: Sequence[JobFile], question: Question, timeout: float) -> di
         try:
             answers.update(_ask(file, question, timeout).answers)
         except TimeoutError:
-            state = silence_of(member) or "stopped, or it holds the interpreter's lock"
-            answers[member.name] = Silence(member, f"answers nothing: {state}")
+            answers[member.name] = Silence(member, f"answers nothing: {silence_of(member) or UNRESPONSIVE}")
         except (OSError, FarpropError) as error:
             answers[member.name] = Silence(member, f"can't be asked: {silence_of(member) or error}")
 

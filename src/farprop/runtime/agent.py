@@ -137,6 +137,7 @@ class Agent:
             self._endpoint.job, self.membership, self.peers, self._threads, self.gradients, dialect
         )
         calls.on_timeout = self.inspector.on_timeout
+        self.gradients.on_timeout = self.inspector.on_pass_timeout
         self._failure_detector = FailureDetector(
             name, self._probe, self._on_death, self._threads.submit, self._loop.call_at
         )

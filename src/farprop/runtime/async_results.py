@@ -181,7 +181,7 @@ class AsyncResults:
             else:
                 answer(value)
         finally:
-            del self._threads.serving[me]
+            self._threads.serving.pop(me, None)
             current_context.reset(outer)
 
     def close(self) -> None:

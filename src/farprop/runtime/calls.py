@@ -271,7 +271,7 @@ class Calls:
         """Say in an error which call it is about and, after a timeout of the program's calls, why."""
         error.worker, error.function = peer, shown_name(name).removeprefix(":")
         error.call_id = f"{self._own.name}>{peer}#{call_id}"
-        if isinstance(error, RpcTimeoutError) and timeout is not None and not flags & SYSTEM:
+        if isinstance(error, RpcTimeoutError) and error.may_have_run and timeout is not None and not flags & SYSTEM:
             self.on_timeout(error, timeout)
 
     # Answers

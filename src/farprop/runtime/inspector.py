@@ -20,8 +20,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import Any
+
+import torch
 
 from farprop.errors import ConnectionLostError, RpcTimeoutError
 from farprop.protocol import waits
@@ -55,7 +58,7 @@ from farprop.runtime.client_connection import FutureCall, Waiter
 from farprop.runtime.futures import Future, wait_on_pool
 from farprop.runtime.membership import Membership
 from farprop.runtime.peers import Peers
-from farprop.runtime.process_state import is_computing, memory_bytes, silence_of
+from farprop.runtime.process_state import UNRESPONSIVE, is_computing, memory_bytes, silence_of
 from farprop.runtime.server import PendingReply, Server
 from farprop.runtime.thread_pool import ThreadPool
 from farprop.transport.shared_memory import SegmentPool
@@ -71,17 +74,16 @@ _AGAIN_SECONDS = 1.0  # a worker that was asked is not asked again so soon for a
 _FIRST_WORD_SECONDS = 5.0  # after which ``shutdown`` says what it waits for; then again after twice as long, and so on
 _LONGEST_SILENCE_SECONDS = 60.0
 _MOST_CALLS = 500
+_MOST_PARTNERS = 5  # that are asked about one pass
 _MOST_FRAMES = 100
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _now = time.monotonic
 
 
-def _library_paths() -> tuple[str, ...]:
-    found = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return tuple(path + os.sep for path in found if path)
-
-
-_LIBRARIES = _library_paths()
+# Python's own library is no code of the program's. What is installed inside of its directory is.
+_NOT_PROGRAM = (_OURS, os.path.dirname(torch.__file__) + os.sep, "<")
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+_INSTALLED = (sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep)
 
 
 class Inspector:
@@ -147,8 +149,14 @@ class Inspector:
             discreet: whether to leave out what workers of a restricted job don't tell each other: lines of code, and
                 the ids of contexts and references, which are keys to them.
         """
-        now = _now()
         threads = _Threads(not discreet)
+        try:
+            return self._snapshot(threads, detail, about, discreet)
+        finally:
+            threads.frames.clear()  # one of them is this one's: a cycle, which would keep what all threads work on
+
+    def _snapshot(self, threads: _Threads, detail: int, about: CallId | None, discreet: bool) -> Snapshot:
+        now = _now()
         awaited, waited_by = self._awaited(now, threads)
         served = self._served(now, threads, awaited, waited_by, about)
         facts = self._pool.facts()
@@ -195,12 +203,14 @@ class Inspector:
         waited_by: dict[int, CallId] = {}
         ids: dict[object, CallId] = {}
         for connection in list(self._peers.connections.values()):
-            for number, call, deadline in connection.pending():
+            for position, (number, call, deadline) in enumerate(connection.pending()):
+                waiter = call if isinstance(call, Waiter) else getattr(call, "waiter", None)
+                if position >= _MOST_CALLS and waiter is None:
+                    continue  # there may be hundreds of thousands
                 call_id = ids[call] = CallId(self._own, connection.peer, number)
                 described = self._describe(call, call_id, deadline, now, threads)
                 if described is not None:
                     calls[call_id] = described
-                waiter = call if isinstance(call, Waiter) else getattr(call, "waiter", None)
                 if waiter is not None:
                     waited_by[waiter.thread] = call_id
         for ident, frame in threads.frames.items():
@@ -407,7 +417,7 @@ class Inspector:
         if error is not None:
             return Silence(member, f"can't be asked: {error}")
         state = silence_of(member, self.member.net)
-        return Silence(member, f"answers nothing: {state or 'stopped, or it holds the interpreter’s lock'}")
+        return Silence(member, f"answers nothing: {state or UNRESPONSIVE}")
 
     def ask_all(self, detail: int, seconds: float, workers: Iterable[str] | None = None) -> dict[str, Answer]:
         """Ask all workers of the job at the same time, or these.
@@ -448,6 +458,23 @@ class Inspector:
         reason = waits.explain(call, lambda worker: self._ask_soon(worker, deadline, call.id))
         error.args = (timeout_text(call, timeout, reason.state),)
         error.add_note(reason.sentence)
+
+    def on_pass_timeout(self, error: RpcTimeoutError, partners: Iterable[int]) -> None:
+        """Say in the error of a backward pass what the workers that take part in it do with its gradients."""
+        deadline = _now() + ASK_SECONDS
+        gradients = called(Method.GRADIENTS.value)
+        for rank in sorted(partners)[:_MOST_PARTNERS]:
+            name = self._membership.name_of(rank)
+            nothing = CallId(self._own, name, 0)
+            answer = self._ask_soon(name, deadline, nothing)
+            if isinstance(answer, Silence):
+                error.add_note(f"{name} {answer.reason}")
+                continue
+            for served in answer.served:
+                if served.function == gradients:
+                    call = AwaitedCall(served.id, gradients, served.seconds or 0.0, None, "", True, None, None)
+                    ask = partial(self._ask_soon, deadline=deadline, about=nothing)
+                    error.add_note(waits.explain(call, ask).sentence)
 
     def _ask_soon(self, worker: str, deadline: float, about: CallId) -> Answer:
         """Ask a worker, unless somebody has asked it a moment ago: then what it said then counts."""
@@ -598,8 +625,8 @@ class _Threads:
             return None
         while frame is not None:
             file = frame.f_code.co_filename
-            if not file.startswith((_OURS, *_LIBRARIES)) and not file.startswith("<"):
-                return _frame(frame)
+            if not file.startswith(_NOT_PROGRAM) and (not file.startswith(_STANDARD) or file.startswith(_INSTALLED)):
+                return Frame(file, frame.f_lineno or 0, frame.f_code.co_name)
             frame = frame.f_back
         return None
 

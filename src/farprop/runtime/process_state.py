@@ -7,6 +7,7 @@ import os
 from farprop.protocol.inspection import Member
 from farprop.transport.sockets import network_namespace
 
+UNRESPONSIVE = "stopped, or it holds the interpreter's lock"
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 

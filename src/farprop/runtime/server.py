@@ -341,7 +341,7 @@ class Server:
             self._fail(reply, error)
             return
         finally:
-            del self._serving[me]
+            self._serving.pop(me, None)
             args, kwargs = (), {}
             if outer is not None:
                 current_context.reset(outer)

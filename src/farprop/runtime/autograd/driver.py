@@ -15,7 +15,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -118,6 +118,8 @@ class BackwardDriver:
         self._peers = peers
         self._waiters: dict[PassId, PassWaiter] = {}  # by pass, for passes that were started here
         self._numbers = itertools.count(1)
+        # Explains why a pass took too long, from the workers that take part in it; the agent sets it.
+        self.on_timeout: Callable[[RpcTimeoutError, Iterable[int]], None] = lambda error, partners: None
 
     # Starting a pass
 
@@ -182,6 +184,8 @@ class BackwardDriver:
                 if not self._start(local, gradients, waiter):
                     self._wait(local, waiter)
         except BaseException as error:
+            if isinstance(error, RpcTimeoutError):
+                self.on_timeout(error, local.partners)  # before the others forget the pass
             self.aborter.abort_everywhere(local)
             if waiter.error is None or not isinstance(error, Exception):
                 raise
