@@ -166,7 +166,7 @@ def _remote_to_own_worker() -> None:
     rref = rpc.remote("worker0", g.at_gate, args=("self", [1, 2]))
     assert rref.is_owner()
     assert rref.owner_name() == "worker0"
-    assert repr(rref).endswith("pending>")
+    assert " here on worker0: pending, made by " in repr(rref)
     with pytest.raises(RpcTimeoutError):
         rref.to_here(timeout=0.05)
     done = rref._get_future()

@@ -16,8 +16,8 @@ from farprop.errors import ProtocolError
 
 _T = TypeVar("_T")
 
-# How much a question asks for.
-CALLS, STATE, STACKS = range(3)
+# How much a question asks for. The last one asks for the graph of an autograd context instead.
+CALLS, STATE, STACKS, GRAPH = range(4)
 
 RUNNING, QUEUED, HELD, UNFINISHED = "running", "queued", "held", "unfinished"
 
@@ -199,6 +199,33 @@ class Snapshot:
 
     def awaited_call(self, call: CallId) -> AwaitedCall | None:
         return next((awaited for awaited in self.awaited if awaited.id == call), None)
+
+
+@dataclass(frozen=True)
+class GraphSend:
+    """A message of an autograd context, and the local graph behind its tensors."""
+
+    message_id: int
+    tensors: int
+    nodes: int
+    leaves: int
+    receives: list[int]
+    """The messages that the graph leads to."""
+
+
+@dataclass(frozen=True)
+class GraphPart:
+    """One worker's part of an autograd context."""
+
+    worker: str
+    nodes: int
+    """All nodes behind its messages; a node behind two of them counts once."""
+    leaves: int
+    sends: list[GraphSend]
+    received: dict[str, list[int]]
+    """By worker, the messages that came from it."""
+    gradients: int
+    """How many leaves have a gradient in this context."""
 
 
 @dataclass(frozen=True)

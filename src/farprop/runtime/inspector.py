@@ -15,14 +15,13 @@ import linecache
 import logging
 import os
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,6 +29,7 @@ from farprop.errors import ConnectionLostError, RpcTimeoutError
 from farprop.protocol import waits
 from farprop.protocol.inspection import (
     CALLS,
+    GRAPH,
     HELD,
     QUEUED,
     RUNNING,
@@ -41,6 +41,8 @@ from farprop.protocol.inspection import (
     CallId,
     ConnectionState,
     Frame,
+    GraphPart,
+    GraphSend,
     Member,
     Pass,
     Reference,
@@ -54,6 +56,7 @@ from farprop.protocol.inspection import (
 from farprop.protocol.roster import Entry
 from farprop.runtime.accepted_connections import AcceptedConnections
 from farprop.runtime.autograd.driver import BackwardDriver
+from farprop.runtime.autograd.graph import reach_from
 from farprop.runtime.client_connection import FutureCall, Waiter
 from farprop.runtime.futures import Future, wait_on_pool
 from farprop.runtime.membership import Membership
@@ -67,6 +70,7 @@ from farprop.wire.function_names import shown_name
 from farprop.wire.message import ANSWER, SYSTEM, Message, Method
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 ASK_SECONDS = 0.3  # how much later than its deadline a call may end, to say why
 _LEAST_SECONDS = 0.02
@@ -82,8 +86,13 @@ _now = time.monotonic
 
 # Python's own library is no code of the program's. What is installed inside of its directory is.
 _NOT_PROGRAM = (_OURS, os.path.dirname(torch.__file__) + os.sep, "<")
-_STANDARD = sysconfig.get_path("stdlib") + os.sep
-_INSTALLED = (sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep)
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+
+
+def _is_programs(file: str) -> bool:
+    if file.startswith(_NOT_PROGRAM):
+        return False
+    return not file.startswith(_STANDARD) or "/site-packages/" in file or "/dist-packages/" in file
 
 
 class Inspector:
@@ -136,7 +145,9 @@ class Inspector:
     # This worker
 
     def on_question(self, caller: int, detail: int, number: int) -> bytes:
-        """Another worker asks. ``number`` is that of the call that it asks about, or 0."""
+        """Another worker asks. ``number`` is that of the call that it asks about, or 0; for a graph, its context."""
+        if detail == GRAPH:
+            return to_json(self._graph(number))
         about = CallId(self._membership.name_of(caller), self._own, number)
         return to_json(self.snapshot(detail, about, discreet=self._dialect.restricted))
 
@@ -383,6 +394,43 @@ class Inspector:
         lent = sum(connection.lent_bytes for connection in list(self._peers.connections.values()))
         return self._segments.free_bytes + lent + sum(found.sender.lent_bytes for found in self._accepted.all())
 
+    def _graph(self, context_id: int) -> GraphPart:
+        context = self._gradients.contexts.get(context_id)
+        if context is None:
+            return GraphPart(self._own, 0, 0, [], {}, 0)
+        nodes: set[Any] = set()
+        leaves: set[Any] = set()
+        sends = []
+        for message_id, send in sorted(context.sends.copy().items()):
+            edges = send.next_functions
+            reach = reach_from(edges, None)
+            nodes |= reach.nodes
+            leaves.update(reach.leaves)
+            reached = sorted(target.message_id for target in reach.targets)
+            sends.append(GraphSend(message_id, len(edges), len(reach.nodes), len(reach.leaves), reached))
+        received: dict[str, list[int]] = {}
+        for message_id, node in sorted(context.receives.copy().items()):
+            received.setdefault(self._membership.name_of(node.target.worker), []).append(message_id)
+        return GraphPart(self._own, len(nodes), len(leaves), sends, received, len(context.gradients))
+
+    def graphs(self, context_id: int, seconds: float) -> list[GraphPart | Silence]:
+        """The parts of an autograd context on this worker and on those that take part in it, by rank.
+
+        Raises:
+            UsageError: there is no such context here.
+        """
+        self._gradients.contexts.find(context_id)  # raises
+        parts: dict[int, GraphPart | Silence] = {self._membership.own.id: self._graph(context_id)}
+        deadline = _now() + seconds
+        # All of them: a worker that takes part may have called others, of which this one does not know.
+        for entry in list(self._membership.entries.values()):
+            if entry.rank not in parts:
+                left = max(_LEAST_SECONDS, deadline - _now())
+                part = self._asked_for(entry, GRAPH, left, context_id, GraphPart)
+                if isinstance(part, Silence) or part.sends or part.received:
+                    parts[entry.rank] = part
+        return [parts[rank] for rank in sorted(parts)]
+
     # Other workers
 
     def ask(self, worker: str, detail: int, seconds: float, number: int = 0) -> Answer:
@@ -399,12 +447,15 @@ class Inspector:
         entry = self._membership.find(worker)
         if entry is None:
             return Silence(Member(worker, -1, "", 0, ""), "is not a worker of this job")
+        return self._asked_for(entry, detail, seconds, number, Snapshot)
+
+    def _asked_for(self, entry: Entry, detail: int, seconds: float, number: int, kind: type[_T]) -> _T | Silence:
         message = self._dialect.encode_call(None, (detail, number), {})
         try:
             answer = self._peers.call_method(entry.rank, Method.INSPECT, message, seconds, system=True)
             if answer.kind != ANSWER:
                 raise self._dialect.decode_failure(answer.payload)
-            return from_json(self._dialect.decode_value(answer.payload, answer.buffers, answer.flags), Snapshot)
+            return from_json(self._dialect.decode_value(answer.payload, answer.buffers, answer.flags), kind)
         except RpcTimeoutError:
             return self._silence(entry, None)
         except Exception as error:
@@ -413,7 +464,8 @@ class Inspector:
     def _silence(self, entry: Entry, error: Exception | None) -> Silence:
         member = member_of(entry)
         if isinstance(error, ConnectionLostError):
-            return Silence(member, silence_of(member, self.member.net) or "can't be reached: it has died")
+            state = silence_of(member, self.member.net) or "it has died, or the network is cut"
+            return Silence(member, f"can't be reached: {state}")
         if error is not None:
             return Silence(member, f"can't be asked: {error}")
         state = silence_of(member, self.member.net)
@@ -625,7 +677,7 @@ class _Threads:
             return None
         while frame is not None:
             file = frame.f_code.co_filename
-            if not file.startswith(_NOT_PROGRAM) and (not file.startswith(_STANDARD) or file.startswith(_INSTALLED)):
+            if _is_programs(file):
                 return Frame(file, frame.f_lineno or 0, frame.f_code.co_name)
             frame = frame.f_back
         return None
