@@ -220,3 +220,30 @@ def test_reader_that_goes_away_is_no_error() -> None:
             f"{sys.executable} -m farprop ps | true", shell=True, capture_output=True, text=True, timeout=60
         )
         assert piped.stderr == ""
+
+
+_kept: list[Any] = []
+
+
+def _keep_a_reference() -> None:
+    import torch
+
+    _kept.append(rpc.remote("worker1", torch.ones, args=(1000,)))
+    _kept[-1].to_here()
+
+
+def _drop_it() -> None:
+    _kept.clear()
+
+
+def test_references_have_their_sizes_and_the_lines_that_made_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with cluster(2, env={"FARPROP_JOB_NAME": "train"}) as job:
+        job.run(0, _keep_a_reference)
+        assert main(["refs", "train", "--json"]) == OK
+        owner = next(row for row in json.loads(capsys.readouterr().out) if row["role"] == "owner")
+        assert (owner["worker"], owner["type"], owner["nbytes"]) == ("worker1", "Tensor", 4000)
+        assert owner["holders"] == ["worker0"]
+        assert "test_outside.py:" in owner["created_at"]
+        assert main(["refs", "train"]) == OK
+        assert "3.9 KiB" in capsys.readouterr().out
+        job.run(0, _drop_it)

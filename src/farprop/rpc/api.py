@@ -113,6 +113,10 @@ def _init_rpc_states(agent: Any) -> None:
     _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)
+    inspector = getattr(agent, "inspector", None)  # agents of other backends have none
+    if inspector is not None:
+        inspector.references = live_references
+        inspector.barrier = _gathers.all_awaited
 
 
 def _reset_gathers() -> None:
@@ -123,10 +127,6 @@ def _reset_gathers() -> None:
 
 def _set_and_start_rpc_agent(agent: Any) -> None:
     agent_registry.set_agent(agent)
-    inspector = getattr(agent, "inspector", None)  # agents of other backends have none
-    if inspector is not None:
-        inspector.references = live_references
-        inspector.barrier = _gathers.all_awaited
 
 
 def _reset_current_rpc_agent() -> None:

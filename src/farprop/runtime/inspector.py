@@ -463,12 +463,11 @@ class Inspector:
 
     def _silence(self, entry: Entry, error: Exception | None) -> Silence:
         member = member_of(entry)
+        state = silence_of(member, self.member.net)
         if isinstance(error, ConnectionLostError):
-            state = silence_of(member, self.member.net) or "it has died, or the network is cut"
-            return Silence(member, f"can't be reached: {state}")
+            return Silence(member, f"can't be reached: {state or 'it has died, or the network is cut'}")
         if error is not None:
             return Silence(member, f"can't be asked: {error}")
-        state = silence_of(member, self.member.net)
         return Silence(member, f"answers nothing: {state or UNRESPONSIVE}")
 
     def ask_all(self, detail: int, seconds: float, workers: Iterable[str] | None = None) -> dict[str, Answer]:
