@@ -10,6 +10,7 @@ from pathlib import Path
 from farprop.protocol.inspection import GraphPart, Silence
 
 _BOX_WIDTH, _BOX_HEIGHT, _GAP, _MARGIN = 170, 74, 110, 24
+_MOST_CHARACTERS = 28  # that a line of a box has room for
 _LEVEL = 46  # how much higher an arrow is for each box that it passes
 
 
@@ -114,7 +115,9 @@ class Drawing:
             for line, text in enumerate([worker, *_facts(part)][:4]):
                 weight = ' font-weight="bold"' if not line else ""
                 at = f'x="{left + 12}" y="{room + 20 + 16 * line}"'
-                parts.append(f'<text {at}{weight} fill="#888" stroke="none">{escape(text[:28])}</text>')
+                shown = text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…"
+                title = f"<title>{escape(text)}</title>" if shown != text else ""
+                parts.append(f'<text {at}{weight} fill="#888" stroke="none">{title}{escape(shown)}</text>')
         parts += [self._arrow(arrow, room) for arrow in self.arrows]
         return "\n".join([*parts, "</svg>"]) + "\n"
 
