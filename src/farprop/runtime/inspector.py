@@ -662,6 +662,8 @@ class _Threads:
 
     def native_id(self, ident: int) -> int:
         thread = self._known.get(ident)
+        if thread is threading.main_thread():
+            return os.getpid()  # Python keeps that of the parent after a fork
         return (thread.native_id or 0) if thread is not None else 0
 
     def computes(self, ident: int) -> bool | None:
