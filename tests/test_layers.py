@@ -130,7 +130,7 @@ LOOKED_UP_IN = PACKAGE / "_torch.py"
 # only if there is one.
 FLEETING = ("torch.jit", "torch.autograd.profiler_legacy", "torch.distributed.remote_device")
 # Private attributes of the standard library's.
-OF_OTHERS = {"_getframe", "_value2member_map_"}
+OF_OTHERS = {"_current_frames", "_getframe", "_value2member_map_"}
 
 
 def private_uses(source: str, fleeting: tuple[str, ...] = FLEETING) -> list[tuple[int, str]]:

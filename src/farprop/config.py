@@ -38,6 +38,7 @@ class Settings:
     autograd_mode: str = "smart"
     restricted: bool = False
     spin_microseconds: int = 2000
+    job_name: str = ""
 
     @property
     def tls_files(self) -> tuple[str, str, str] | None:
@@ -73,6 +74,7 @@ class Settings:
             ),
             interface=env.get("FARPROP_INTERFACE") or None,
             host_name=env.get("FARPROP_HOST_NAME", ""),
+            job_name=env.get("FARPROP_JOB_NAME", ""),
             port_range=_port_range(env.get("FARPROP_PORT_RANGE")),
             secret=env.get("FARPROP_SECRET") or None,
             secret_file=env.get("FARPROP_SECRET_FILE") or None,

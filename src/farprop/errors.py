@@ -18,9 +18,15 @@ class FarpropError(RuntimeError):
     Attributes:
         may_have_run: for the error of a call, False if the called function certainly has not run and will not. True if
             it may have run, or may still run.
+        worker: for the error of a call, the worker that was called; None where it is not known.
+        function: the function that was called, or None.
+        call_id: the id of the call, as ``farprop calls`` shows it, or None.
     """
 
     may_have_run: bool = True
+    worker: str | None = None
+    function: str | None = None
+    call_id: str | None = None
 
 
 class UsageError(FarpropError):

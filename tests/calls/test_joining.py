@@ -95,7 +95,7 @@ def wait_until_claimed(path: str, key: str) -> None:
 
 
 def _secrets() -> set[str]:
-    return {path.name for path in Path(tempfile.gettempdir()).glob(f"farprop-{os.geteuid()}/*")}
+    return {path.name for path in Path(tempfile.gettempdir()).glob(f"farprop-{os.geteuid()}/*.secret*")}
 
 
 def _fork() -> int:

@@ -85,7 +85,7 @@ def test_workers_without_a_common_secret_directory_are_told_to_set_a_secret(tmp_
 
 def _secret_files() -> list[tuple[str, int]]:
     directory = current_agent()._endpoint.secret.found.file.parent  # type: ignore[union-attr]
-    return [(name, (directory / name).stat().st_mode & 0o777) for name in os.listdir(directory)]
+    return [(name, (directory / name).stat().st_mode & 0o777) for name in os.listdir(directory) if ".secret" in name]
 
 
 def test_the_secret_file_is_deleted_when_all_have_joined(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def _owned_reference() -> None:
     assert rref.to_here() is value
     assert rref.to_here(timeout=0.001) is value
     assert re.fullmatch(rf"OwnerRRef\({_ID}\)", str(rref))
-    assert repr(rref) == f"<{rref} here on worker0: Thing>"
+    assert re.fullmatch(re.escape(f"<{rref} here on worker0: Thing, ") + r"[\d.]+ s old>", repr(rref))
     assert rref._get_type() is g.Thing
     assert rref._get_type(blocking=False).wait() is g.Thing
     with pytest.raises(UsageError, match="does not come from rpc.remote"):
@@ -50,7 +50,9 @@ def _user_reference() -> None:
     assert rref._get_future().wait() is None
     assert rref.confirmed_by_owner()
     assert re.fullmatch(rf"UserRRef\(RRefId = {_ID}, ForkId = {_ID}\)", str(rref))
-    assert repr(rref) == f"<{rref} to a value on worker1: confirmed>"
+    start = f"<{rref} to a value on worker1: confirmed, made by "
+    assert repr(rref).startswith(start)
+    assert repr(rref).endswith(" s old>")
     assert rref._get_type() is int
     future = rref._get_type(blocking=False)
     assert future.wait() is int
@@ -62,7 +64,7 @@ def _user_reference() -> None:
 def _pending_reference() -> None:
     rref = rpc.remote("worker1", g.at_gate, args=("made", 5))
     assert not rref.confirmed_by_owner()
-    assert repr(rref).endswith("creating>")
+    assert "to a value on worker1: creating, made by " in repr(rref)
     future = rref._get_future()
     assert not future.done()
     with pytest.raises(RpcTimeoutError, match="set timeout"):
@@ -164,7 +166,7 @@ def _remote_to_own_worker() -> None:
     rref = rpc.remote("worker0", g.at_gate, args=("self", [1, 2]))
     assert rref.is_owner()
     assert rref.owner_name() == "worker0"
-    assert repr(rref).endswith("pending>")
+    assert " here on worker0: pending, made by " in repr(rref)
     with pytest.raises(RpcTimeoutError):
         rref.to_here(timeout=0.05)
     done = rref._get_future()

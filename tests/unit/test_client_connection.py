@@ -51,6 +51,7 @@ class StubLoopWithJobs(StubLoop):
     def __init__(self) -> None:
         super().__init__()
         self.jobs: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.serving: dict[int, Any] = {}
 
     def submit(self, function: Callable[..., None], *args: Any) -> None:
         self.jobs.append((function, args))

@@ -138,7 +138,7 @@ def test_directory_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pyte
     # So the files that this user makes seem to belong to another user.
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     (tmp_path / f"farprop-{os.geteuid()}").mkdir()
-    monkeypatch.setattr(found_secret, "_usable", lambda path: path.name != f"farprop-{os.geteuid()}")
+    monkeypatch.setattr(found_secret, "is_usable", lambda path: path.name != f"farprop-{os.geteuid()}")
     with closing(FoundSecret("job", own_proposal)) as first:
         said = first.file.parent.name
         with closing(FoundSecret("job", lambda *_: said)) as second:

@@ -1,4 +1,4 @@
-"""Whole simulated jobs keep farprop's promises, and the simulator detects planted bugs. More of it runs in ``make sim``.
+"""Whole simulated jobs keep farprop's promises, and the simulator detects planted bugs. ``make sim`` runs more of it.
 
 It replaces clocks, threads and sockets for a whole process, so it has one of its own.
 """

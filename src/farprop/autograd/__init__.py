@@ -18,6 +18,7 @@ from types import FrameType, TracebackType
 
 import torch
 
+from farprop.autograd.drawing import Drawing
 from farprop.errors import UsageError
 from farprop.rpc.options import checked_timeout
 from farprop.runtime import agent_registry
@@ -32,6 +33,7 @@ __all__ = [
     "backward",
     "context",
     "detect_anomaly",
+    "draw",
     "get_gradients",
     "get_mode",
     "is_available",
@@ -276,3 +278,24 @@ def is_available() -> bool:
         True.
     """
     return True
+
+
+def draw(context_id: int, timeout: float = 1.0) -> Drawing:
+    """Draw the graph of a context: a box for each worker, an arrow for the messages from one to another.
+
+    Local graphs are folded to their size: the nodes and leaves behind the tensors that a worker has sent.
+
+    Args:
+        context_id: The context.
+        timeout: The seconds to wait for the other workers. One that does not answer is drawn with the reason.
+
+    Returns:
+        The drawing: ``svg``, ``mermaid`` and ``dot`` are its text, and a notebook shows it.
+
+    Raises:
+        UsageError: There is no such context on this worker.
+
+    Example:
+        ``dist_autograd.draw(context_id).save("graph.svg")``
+    """
+    return Drawing(context_id, current_agent().inspector.graphs(context_id, timeout))

@@ -79,6 +79,10 @@ class PendingCalls(Generic[Call]):
         heapq.heapify(deadlines)
         self._deadlines = deadlines
 
+    def all(self) -> list[tuple[int, Call, float | None]]:
+        """The calls with their ids and deadlines, oldest first."""
+        return [(call_id, call, deadline) for call_id, (call, deadline, _) in self._calls.items()]
+
     def validate(self) -> None:
         live = {call_id for _, call_id in self._deadlines}
         assert self.bytes == sum(size for _, _, size in self._calls.values())

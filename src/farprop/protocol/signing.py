@@ -15,7 +15,7 @@ import hmac
 
 from farprop.errors import RendezvousError
 
-CALLS, GROUP = "calls", "group"
+CALLS, GROUP, INSPECT = "calls", "group", "inspect"
 _MAC_CHARACTERS = 64
 _MAX_VALUE = 64 << 20  # the roster of a job of 100,000 workers
 

@@ -113,6 +113,10 @@ def _init_rpc_states(agent: Any) -> None:
     _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)
+    inspector = getattr(agent, "inspector", None)  # agents of other backends have none
+    if inspector is not None:
+        inspector.references = live_references
+        inspector.barrier = _gathers.all_awaited
 
 
 def _reset_gathers() -> None:
@@ -547,6 +551,9 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     watch = getattr(agent, "watch", None)  # agents of other backends have none
     if watch is not None:
         watch.close()  # before the others leave
+    inspector = getattr(agent, "inspector", None)
+    if inspector is not None and graceful:
+        inspector.on_shutdown()
     try:
         if graceful:
             if getattr(agent, "is_static_group", True):

@@ -12,6 +12,7 @@ from farprop._torch import ScriptModule
 from farprop.errors import ConnectionLostError, ReferenceLostError, UsageError, renewed
 from farprop.ids import WorkerInfo
 from farprop.protocol.references.records import OwnedValue, User, UserReference
+from farprop.protocol.waits import seconds_text
 from farprop.rpc import internal
 from farprop.rpc.constants import UNSET_RPC_TIMEOUT
 from farprop.rpc.options import checked_timeout
@@ -26,6 +27,7 @@ from farprop.runtime.references.remote_call import RemoteCall
 from farprop.runtime.references.rref_context import RRefContext
 from farprop.runtime.references.user_references import RRefHandle, describe
 from farprop.wire.codec import reference_kinds, resolve_out_of_band, send_along
+from farprop.wire.function_names import shown_name
 from farprop.wire.message import Method
 
 T = TypeVar("T")
@@ -371,8 +373,16 @@ class RRef(Generic[T]):
         if self._owned is not None:
             slot = self._owned.slot
             holds = "pending" if not slot.done else type(slot.value).__name__ if slot.error is None else "failed"
-            return f"<{self} here on {self._owner_name}: {holds}>"
-        return f"<{self} to a value on {self._owner_name}: {self._record.state.name.lower()}>"
+            made_by = f", made by {slot.maker.decode(errors='replace')}" if slot.maker else ""
+            age = seconds_text(time.time() - slot.created)
+            return f"<{self} here on {self._owner_name}: {holds}{made_by}, {age} old>"
+        origin = getattr(self._remote_call, "origin", None)  # known where remote() was called
+        made = ""
+        if origin is not None:
+            made = (
+                f", made by {shown_name(origin[0]).removeprefix(':')}, {seconds_text(time.monotonic() - origin[3])} old"
+            )
+        return f"<{self} to a value on {self._owner_name}: {self._record.state.name.lower()}{made}>"
 
     # In compiled code: see farprop.jit.script_rref
 
@@ -422,7 +432,8 @@ def _arrived(place: int) -> RRef[Any]:
     try:
         name = agent.get_worker_info(owner).name
     except UsageError:
-        name = agent.membership.name_of(item.record.owner)  # it has left: to use the reference raises, but not to get it
+        # It has left: to use the reference raises, but not to get it.
+        name = agent.membership.name_of(item.record.owner)
     return RRef._of(item, agent.references, name)
 
 

@@ -87,6 +87,11 @@ class AdmissionControl:
             self._held.setdefault(connection, []).append(request)
             return True
 
+    def held(self) -> list[Request]:
+        """The requests that are held back, for inspection."""
+        with self._lock:
+            return [request for requests in self._held.values() for request in requests]
+
     def resume(self, connection: Connection) -> list[Request] | None:
         """The caller has read answers, or is gone: returns its requests to run now, or None if it was not paused."""
         if connection.outbox_bytes > self._most_unread // 2 and not connection.closed:
@@ -143,6 +148,11 @@ class BarrierGate:
                 return False
             self._held.append((worker, function, request))
             return True
+
+    def held(self) -> list[Request]:
+        """The requests that are held back, for inspection."""
+        with self._lock:
+            return [request for _, _, request in self._held]
 
     def _is_held(self, worker: str, function: bytes) -> bool:
         return any(worker in workers and function not in but for workers, but in self._barriers.values())

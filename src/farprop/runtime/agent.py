@@ -27,9 +27,11 @@ from farprop.runtime.client_connection import ClientConnection
 from farprop.runtime.device_maps import DeviceMaps
 from farprop.runtime.endpoint import Endpoint
 from farprop.runtime.event_loop import EventLoop
+from farprop.runtime.inspector import Inspector
 from farprop.runtime.job_end import JobEnd
 from farprop.runtime.liveness import FailureDetector, Verdict, look_for
 from farprop.runtime.membership import Membership
+from farprop.runtime.observers import Observers
 from farprop.runtime.peers import Peers
 from farprop.runtime.references.rpc_handlers import OwnerMethods, backward_from_value
 from farprop.runtime.references.rref_context import RRefContext
@@ -131,6 +133,11 @@ class Agent:
         self._devices = DeviceMaps(self.membership, options.device_maps, self.references.instances.get)
         calls = Calls(self._info, self.peers, self.references, self._devices, dialect, self.context_cleanup.ended)
         self.call_sync, self.call_async, self.remote = calls.call_sync, calls.call_async, calls.remote
+        self.inspector = Inspector(
+            self._endpoint.job, self.membership, self.peers, self._threads, self.gradients, dialect
+        )
+        calls.on_timeout = self.inspector.on_timeout
+        self.gradients.on_timeout = self.inspector.on_pass_timeout
         self._failure_detector = FailureDetector(
             name, self._probe, self._on_death, self._threads.submit, self._loop.call_at
         )
@@ -168,7 +175,12 @@ class Agent:
                 **self.owner_methods.table(),
                 **self.gradients.methods(),
                 Method.CONTEXT_EXISTS: self.context_cleanup.on_context_exists,
+                Method.INSPECT: self.inspector.on_question,
             },
+        )
+        self.inspector.bind(self._server, self._accepted, self._pool, lambda: self.idle)
+        self._observers = Observers(
+            self.inspector, self._identity, self._endpoint.inspection_key, self._settings.job_name
         )
         self.peers.accept_own = self._server.accept_own
         try:
@@ -211,14 +223,18 @@ class Agent:
             self.leave()
             raise
         self._server.know_device_maps()
+        self._observers.start()
         if predecessors:
             # Others may still wait for the dead: a connection of this worker tells them.
             for name in self.membership.entries.keys() - {self._info.name}:
                 self._threads.submit(self._greet, name)
         if self._settings.on_failure == "end":
-            let_go = self._endpoint.secret.let_go
-            job_end = JobEnd(self._info, self.peers.fail_all, lambda: self.watch.has_told, let_go)
+            job_end = JobEnd(self._info, self.peers.fail_all, lambda: self.watch.has_told, self._remove_files)
             self.watch.end_job_on_failure(job_end.begin)
+
+    def _remove_files(self) -> None:
+        self._endpoint.secret.let_go()
+        self._observers.remove_file()
 
     def _look_for(self, worker: Entry, deadline: float) -> Verdict:
         return look_for(lambda entry, until: self._dialer.dial(entry, until).close(), worker, deadline)
@@ -444,6 +460,7 @@ class Agent:
         """In a forked child, close the descriptors and touch nothing else. The threads belong to the parent."""
         self._closed = True
         self._endpoint.secret.abandon()
+        self._observers.abandon()
         self.peers.abandon()
         self._accepted.abandon()
         self._threads.abandon()
@@ -455,6 +472,8 @@ class Agent:
                 return
             self._closed = True
         self.watch.close()
+        self.inspector.is_closed = True
+        self._observers.close()
         self._endpoint.secret.let_go()
         self._failure_detector.close()
         self.references.close()

@@ -17,7 +17,7 @@ from farprop._torch import Future, ScriptFunction
 from farprop.locks import make_lock
 from farprop.runtime.autograd.contexts import Context, current_context
 from farprop.runtime.request_queue import OWN
-from farprop.runtime.thread_pool import ThreadPool, this_thread
+from farprop.runtime.thread_pool import ThreadPool, coroutine_of, this_thread
 
 Answer = Callable[[Any], None]
 Fail = Callable[[BaseException], None]
@@ -143,19 +143,33 @@ class AsyncResults:
         value.add_done_callback(done)
 
     def on_unfinished(
-        self, value: CoroutineType[Any, Any, Any] | Deferred, context: Context | None, answer: Answer, fail: Fail
+        self,
+        value: CoroutineType[Any, Any, Any] | Deferred,
+        context: Context | None,
+        answer: Answer,
+        fail: Fail,
+        request_of: object = None,
     ) -> None:
-        """A function has returned a coroutine or a deferred value, which runs in this autograd context."""
+        """A function has returned a coroutine or a deferred value, which runs in this autograd context.
+
+        ``request_of`` is the request that it belongs to, for inspection.
+        """
         if isinstance(value, CoroutineType):
             outer = current_context.set(context)  # a task copies the context variables of its creator
+            serving = coroutine_of.set(request_of)
             self._coroutines.run(value, answer, fail)
+            coroutine_of.reset(serving)
             current_context.reset(outer)
         else:
-            request = OWN, self._resume, (value, context, answer, fail)
+            request = OWN, self._resume, (value, context, answer, fail, request_of)
             value.subscribe(lambda: self._threads.submit_request(request))
 
-    def _resume(self, deferred: Deferred, context: Context | None, answer: Answer, fail: Fail) -> None:
+    def _resume(
+        self, deferred: Deferred, context: Context | None, answer: Answer, fail: Fail, request_of: object
+    ) -> None:
         outer = current_context.set(context)
+        me = threading.get_ident()
+        self._threads.serving[me] = request_of
         try:
             value = deferred.resume()
         except BaseException as error:
@@ -163,10 +177,11 @@ class AsyncResults:
             error.__traceback__ = None  # as in on_future
         else:
             if type(value) is CoroutineType or type(value) is Deferred:
-                self.on_unfinished(value, context, answer, fail)
+                self.on_unfinished(value, context, answer, fail, request_of)
             else:
                 answer(value)
         finally:
+            self._threads.serving.pop(me, None)
             current_context.reset(outer)
 
     def close(self) -> None:

@@ -62,6 +62,8 @@ class Calls:
         self._dialect = dialect
         self._ended = ended
         self._name_of = dialect.name_of
+        # Explains a timeout; the agent sets it.
+        self.on_timeout: Callable[[RpcTimeoutError, float], None] = lambda error, timeout: None
         self._encode_call = careful_call(dialect.encode_call) if devices.moves_cpu_in_calls else dialect.encode_call
 
     # The three kinds of calls
@@ -78,7 +80,7 @@ class Calls:
         """Call a function on another worker and wait; returns its result or raises its exception."""
         connection = self._connections.get(to) if type(to) is str else None
         if connection is None or connection.lost:
-            connection = self._peers.connect(to, timeout)
+            connection = self._connect(to, timeout, function)
         context = None if flags & SYSTEM else current_context.get()
         message = self._request(connection.peer, connection.rank, context, function, args, kwargs, flags)
         if message.out_of_band:
@@ -88,6 +90,9 @@ class Calls:
             answer = connection.call_sync(message, timeout)
         except BaseException as error:
             self._after_failed_send(message, error)
+            if isinstance(error, FarpropError):
+                name = message.name or message.function_name
+                self._describe(error, connection.peer, name, message.flags, message.call_id, timeout)
             raise
         if context is not None and message.autograd is not None and message.autograd.ended:
             self._ended.on_answered(connection.rank, message.autograd.ended)
@@ -112,14 +117,14 @@ class Calls:
         context = None if flags & SYSTEM else current_context.get()
         name, rank = self._peers.name_and_rank(to)
         message = self._request(name, rank, context, function, args, kwargs, flags)
-        call = FutureResponse(timeout, future, self.value_of, context, rank)
+        call = FutureResponse(timeout, future, self.value_of, context, rank, self._describe_async)
         if message.autograd is not None and message.autograd.ended:
             call.on_answered = partial(self._ended.on_answered, rank, message.autograd.ended)
         if profile is not None:
             self._attach_profile(message, profile)
             call.profile = profile
         try:
-            connection = self._peers.connect(to, timeout)
+            connection = self._connect(to, timeout, function)
         except ConnectionLostError as error:
             call.finish(None, error)
             return
@@ -130,6 +135,7 @@ class Calls:
             call.on_sending(connection)
             connection.call_async(message, call)
             call.call_id = message.call_id
+            future.called = connection.peer, call.origin
         except (ConnectionLostError, OverloadedError, InjectedFaultError) as error:
             self._after_failed_send(message, error)
             call.finish(None, error)
@@ -163,7 +169,7 @@ class Calls:
         Returns:
             The call. Its ``item`` is the reference to the value.
         """
-        connection = self._peers.connect(to, timeout)
+        connection = self._connect(to, timeout, function)
         rank = connection.rank
         message = self._request(connection.peer, rank, current_context.get(), function, args, kwargs)
         if profile is not None:
@@ -198,6 +204,14 @@ class Calls:
             raise
         return call
 
+    def _connect(self, to: Any, timeout: float | None, function: Any) -> ClientConnection:
+        try:
+            return self._peers.connect(to, timeout)
+        except FarpropError as error:
+            error.worker = to.name if isinstance(to, WorkerInfo) else str(to)
+            error.function = shown_name(self._name_of(function) or b"", function)
+            raise
+
     # Encoding
 
     def _request(
@@ -223,6 +237,8 @@ class Calls:
             message = self._encode_call(function, args, kwargs, graph, self._devices.towards(to))
         if name is not None:
             message.name = name
+        else:
+            message.function_name = b":" + shown_name(b"", function).encode()
         message.flags |= flags
         if context is not None:
             context.attach(message, rank, graph, placed=placed, ended=self._ended.for_request(rank))
@@ -242,6 +258,21 @@ class Calls:
             self._references.not_sent(message.refs)
         elif not isinstance(error, RpcTimeoutError):  # after a timeout the message may still arrive
             self._references.doubted(message.refs)
+
+    # Errors
+
+    def _describe_async(self, error: FarpropError, call: FutureResponse) -> None:
+        name, flags = call.origin[:2]
+        self._describe(error, self._peers.name_and_rank(call.sender)[0], name, flags, call.call_id, call.timeout)
+
+    def _describe(
+        self, error: FarpropError, peer: str, name: bytes, flags: int, call_id: int, timeout: float | None
+    ) -> None:
+        """Say in an error which call it is about and, after a timeout of the program's calls, why."""
+        error.worker, error.function = peer, shown_name(name).removeprefix(":")
+        error.call_id = f"{self._own.name}>{peer}#{call_id}"
+        if isinstance(error, RpcTimeoutError) and error.may_have_run and timeout is not None and not flags & SYSTEM:
+            self.on_timeout(error, timeout)
 
     # Answers
 
@@ -282,14 +313,15 @@ class FutureResponse(AwaitedCall):
         "_connection",
         "_context",
         "_deadline",
+        "_describe",
         "_future",
         "_open",
-        "_sender",
         "_value_of",
         "call_id",
         "keep",
         "on_answered",
         "profile",
+        "sender",
     )
 
     def __init__(
@@ -299,13 +331,15 @@ class FutureResponse(AwaitedCall):
         value_of: ValueOf,
         context: Context | None,
         sender: int,
+        describe: Callable[[FarpropError, FutureResponse], None],
     ) -> None:
         super().__init__(timeout)
+        self._describe = describe
         self.profile: ProfiledFunction | None = None
         self._value_of = value_of
         self._future = future
         self._context = context
-        self._sender = sender
+        self.sender = sender
         self._again = False
         self._open = [True]  # empty once it is finished: to delete is atomic
         self.call_id = 0
@@ -332,9 +366,11 @@ class FutureResponse(AwaitedCall):
                 if self.on_answered is not None:
                     self.on_answered()
                 try:
-                    value = self._value_of(answer, self._context, self._sender)
+                    value = self._value_of(answer, self._context, self.sender)
                 except Exception as raised:
                     error = raised
+            elif isinstance(error, FarpropError) and self.call_id:
+                self._describe(error, self)
             if self.profile is not None:
                 self.profile.add(answer)
             future = self._future

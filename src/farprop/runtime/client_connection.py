@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import select
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, cast
@@ -26,16 +27,17 @@ from farprop.protocol.pending_calls import PendingCalls
 from farprop.runtime.event_loop import HANGUP, IN, OUT
 from farprop.runtime.spinner import Spinner
 from farprop.runtime.sync import Waker
-from farprop.runtime.thread_pool import ThreadPool, this_thread
+from farprop.runtime.thread_pool import ThreadPool, coroutine_of, this_thread
 from farprop.runtime.timers import TimerHandle
 from farprop.transport.connection import Connection
 from farprop.wire.function_names import shown_name
-from farprop.wire.message import NOTICE, REFS, REQUEST, RETURNS, SYSTEM, Message
+from farprop.wire.message import NOTICE, REFS, REQUEST, RETURNS, SYSTEM, AutogradHead, Message
 
 _log = logging.getLogger(__name__)
 _DEBUG = logging.DEBUG
 
 _now = time.monotonic
+_get_ident = threading.get_ident
 # With more open calls than this, small requests are sent together, after a short delay at most.
 _PIPELINED = 16
 _UNCORK_SECONDS = 0.001
@@ -47,26 +49,39 @@ class Waiter:
     """A thread that waits for the answer to a call: its own, or that of a future.
 
     ``waker`` wakes the caller when its answer has arrived, or when it becomes the reader. It is made when the caller
-    first sleeps: most callers read their own answer and never sleep.
+    first sleeps: most callers read their own answer and never sleep. ``message`` is the request of its own call; it,
+    ``thread``, ``began`` and ``timeout`` are for inspection.
     """
 
-    __slots__ = ("has_left", "leads", "outcome", "waker")
+    __slots__ = ("began", "has_left", "leads", "message", "outcome", "thread", "timeout", "waker")
 
-    def __init__(self) -> None:
+    began: float
+    timeout: float | None
+
+    def __init__(self, message: Message | None = None) -> None:
+        self.message = message
+        self.thread = _get_ident()
         self.has_left = False  # it was interrupted, and does not read any more
         self.leads = False  # its thread polls in the loop's place, and does not wait for the waker
         self.outcome: Message | Exception | None = None
         self.waker: Waker | None = None
 
 
+# What inspection shows of an asynchronous call: the function's name, flags, autograd head, when and by which thread it
+# was made, and for which request of which worker. It does not keep the call's request alive, nor that other one.
+Origin = tuple[bytes, int, AutogradHead | None, float, int, tuple[str, int] | None]
+
+
 class FutureCall:
     """An asynchronous call. ``finish`` is called once with its outcome, on a thread of the pool.
 
     If ``quick`` is set, the reader calls ``finish`` itself. This is for farprop's own calls, whose ``finish`` is short
-    and runs no user code. ``timeout`` is in seconds, or None.
+    and runs no user code. ``timeout`` is in seconds, or None. ``origin`` is for inspection, once it was sent.
     """
 
-    __slots__ = ("timeout",)
+    __slots__ = ("origin", "timeout")
+
+    origin: Origin
 
     quick = False
 
@@ -213,6 +228,21 @@ class ClientConnection:
     def _forget_ended_system_calls(self) -> None:
         self._system_calls = {call_id for call_id in self._system_calls if call_id in self._calls}
 
+    def pending(self) -> list[tuple[int, Waiter | FutureCall, float | None]]:
+        """The calls without an answer, with their ids and deadlines. For inspection."""
+        with self._lock:
+            return self._calls.all()
+
+    @property
+    def outbox_bytes(self) -> int:
+        return self._connection.outbox_bytes
+
+    @property
+    def lent_bytes(self) -> int:
+        """Shared memory that the peer has borrowed."""
+        sender = getattr(self._connection, "sender", None)
+        return 0 if sender is None else sender.lent_bytes
+
     # Calls
 
     def call_sync(self, message: Message, timeout: float | None) -> Message:
@@ -229,7 +259,7 @@ class ClientConnection:
             ConnectionLostError: the connection broke before the answer arrived.
             RpcTimeoutError: no answer arrived in time.
         """
-        call = Waiter()
+        call = Waiter(message)
         call_id = next(self._ids)
         threads = self._threads
         pooled = getattr(this_thread, "pool", None) is threads
@@ -238,7 +268,9 @@ class ClientConnection:
         left = timeout
         if self._connection.outbox_bytes > self._most_outbox or self._calls.bytes > self._most_in_flight:
             left = self._wait_for_room(message, pooled, timeout)
-        deadline = None if left is None else _now() + left
+        began = call.began = _now()
+        call.timeout = left
+        deadline = None if left is None else began + left
         # From here on Ctrl-C must leave nothing of this call behind.
         try:
             with self._lock:
@@ -353,7 +385,13 @@ class ClientConnection:
         left = timeout
         if self._connection.outbox_bytes > self._most_outbox or self._calls.bytes > self._most_in_flight:
             left = self._wait_for_room(message, pooled, timeout)
-        deadline = None if left is None else _now() + left
+        began = _now()
+        deadline = None if left is None else began + left
+        me = _get_ident()
+        serves = self._threads.serving.get(me) or coroutine_of.get()
+        parent = None if serves is None else (serves.connection.peer, serves.call_id)
+        name = message.name or getattr(message, "function_name", b"")
+        call.origin = name, message.flags, message.autograd, began, me, parent
         try:
             with self._lock:
                 if self._lost is not None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from farprop.config import Settings
 from farprop.protocol.roster import Entry, Identity
-from farprop.protocol.signing import Keys
+from farprop.protocol.signing import INSPECT, Keys
 from farprop.runtime import rendezvous
 from farprop.runtime.dialer import Dialer
 from farprop.runtime.secret import Secret, find_secret
@@ -31,8 +31,10 @@ class Endpoint:
         can_share: whether workers of one host may connect by Unix sockets, if the settings allow them.
 
     Attributes:
+        job: the random name of the job.
         secret: the job's secret.
         keys: derived from the secret; they sign the values that this worker writes to the store.
+        inspection_key: with it observers prove themselves, who are no members and make no calls.
         identity: the identity that this worker sends to its peers.
         dialer: dials other workers, and answers those that dial this one.
     """
@@ -40,10 +42,11 @@ class Endpoint:
     def __init__(
         self, store: dist.Store, name: str, rank: int, purpose: str, settings: Settings, can_share: bool = True
     ) -> None:
-        job = rendezvous.job_of(store)
+        job = self.job = rendezvous.job_of(store)
         self._settings = settings
         self.secret: Secret = find_secret(settings, job, partial(rendezvous.agree, store))
         self.keys = Keys(self.secret.key, job, purpose)
+        self.inspection_key = Keys(self.secret.key, job, INSPECT).handshake
         self.identity = Identity(name, rank, secrets.token_hex(8), settings.max_message_bytes)
         unix_allowed = settings.transport == "auto" and sockets.HAVE_UNIX and can_share
         self.dialer = Dialer(self.identity, self.keys, unix_allowed, settings)

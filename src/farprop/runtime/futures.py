@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -11,10 +12,12 @@ import torch
 
 from farprop._torch import set_unwrap_function, wait
 from farprop.errors import renewed, without_frames
+from farprop.protocol.waits import seconds_text
 from farprop.runtime.autograd.contexts import Context, current_context
 from farprop.runtime.dynamo_disable import uncompiled
 from farprop.runtime.sync import DoneSignal
 from farprop.runtime.thread_pool import pool_of_this_thread
+from farprop.wire.function_names import shown_name
 
 _LOOK_SECONDS = 0.5  # a thread that waits looks this often whether the future is done
 
@@ -37,8 +40,18 @@ class Future(torch.futures.Future[Any]):
 
     call: PendingCall | None = None
     """The call whose outcome completes this future, while it is open."""
+    called: tuple[str, Sequence[Any]] | None = None
+    """The worker that was called and the call's origin (``client_connection.Origin``), for ``repr``."""
     _has_callbacks = False
     _kept: object = None
+
+    def __repr__(self) -> str:
+        state = "done" if self.done() else "pending"
+        if self.called is None:
+            return f"<Future: {state}>"
+        worker, (name, _, _, began, *_) = self.called
+        function = shown_name(name).removeprefix(":")
+        return f"<Future of {function} on {worker}: {state}, {seconds_text(time.monotonic() - began)} old>"
 
     @uncompiled
     def wait(self) -> Any:

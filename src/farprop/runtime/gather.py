@@ -84,6 +84,11 @@ class Gathers:
         with self._lock:
             return sorted(self._machine.awaited(key))
 
+    def all_awaited(self) -> list[str]:
+        """The workers that any gather here waits for."""
+        with self._lock:
+            return sorted({worker for key in self._states for worker in self._machine.awaited(key)})
+
     def on_lost(self, key: Key, worker: str, error: ConnectionLostError) -> None:
         with self._lock:
             self._add(key, self._machine.on_lost(key, worker, error))

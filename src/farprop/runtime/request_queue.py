@@ -71,6 +71,10 @@ class RequestQueue:
         self.dealt = len(turn)
         del waiting[self.dealt]
 
+    def all(self) -> list[Request]:
+        """What waits. To copy a deque is atomic, so arrivals do no harm."""
+        return [*self.waiting.copy(), *(request for queue in self._backlog.values() for request in queue)]
+
     def clear(self) -> None:
         self.waiting.clear()
         self._backlog.clear()

@@ -195,17 +195,18 @@ class FoundSecret:
 
     def _unlink(self) -> None:
         self.file.unlink(missing_ok=True)
-        if self.file.parent != _usual_directory():
+        if self.file.parent != user_directory():
             with suppress(OSError):
                 self.file.parent.rmdir()  # its name is random, so no other job uses it
 
 
 def check_directory() -> None:
     """Raise ``UsageError`` if the directory for secrets can't be used, before anything is started."""
-    _usable(_usual_directory())
+    is_usable(user_directory())
 
 
-def _usual_directory() -> Path:
+def user_directory() -> Path:
+    """The directory for the files of this user's jobs. It may not exist, or belong to somebody else."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     # After `su` or `sudo -E` it may belong to another user, and in a container it may not exist.
     if runtime and os.access(runtime, os.W_OK | os.X_OK):
@@ -228,7 +229,7 @@ def _unkept(directory: Path, error: OSError) -> UsageError:
     return UsageError(f"The job's secret can't be kept in {directory}: {error}. Set FARPROP_SECRET.")
 
 
-def _usable(directory: Path) -> bool:
+def is_usable(directory: Path) -> bool:
     """Make the directory if it does not exist; False if it belongs to another user, raises if others can enter it."""
     try:
         with suppress(FileExistsError):
@@ -247,8 +248,8 @@ def _usable(directory: Path) -> bool:
 
 
 def _directory(agree: Callable[[str, str], str]) -> Path:
-    usual = _usual_directory()
-    if _usable(usual):
+    usual = user_directory()
+    if is_usable(usual):
         return usual
     prefix = f"farprop-{os.geteuid()}-"
     try:
@@ -263,7 +264,7 @@ def _directory(agree: Callable[[str, str], str]) -> Path:
     if re.fullmatch(re.escape(prefix) + r"\w+", said):
         directory = own.with_name(said)
         with suppress(OSError, UsageError):
-            if directory.exists() and _usable(directory):
+            if directory.exists() and is_usable(directory):
                 return directory
     raise UsageError(
         f"{usual} belongs to another user, and the workers of this job can't agree on another directory for its "

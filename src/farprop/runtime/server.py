@@ -10,6 +10,7 @@ Rules that hold here:
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -71,6 +72,7 @@ _LARGEST_FAILURE = 1 << 20
 _QUICK = 100e-6
 _PAUSE = 0.25  # seconds without input after which the server asks how long the next bytes have waited
 _now = time.monotonic
+_get_ident = threading.get_ident
 _is_grad_enabled = torch.is_grad_enabled
 
 Record = Callable[[], list[dict[str, Any]]]
@@ -81,10 +83,13 @@ class PendingReply:
 
     For ``remote()``, ``creation`` is the slot that keeps the value. ``borrowed`` are references that came with the
     request. ``record`` returns the events of a profile. ``context`` is the autograd context of the request, and
-    ``call_trace`` its call trace in anomaly mode.
+    ``call_trace`` its call trace in anomaly mode. ``run`` is for inspection: the function's name, the function, when it
+    was started, its seconds and since when they count.
     """
 
-    __slots__ = ("borrowed", "call_id", "call_trace", "connection", "context", "creation", "flags", "record")
+    __slots__ = ("borrowed", "call_id", "call_trace", "connection", "context", "creation", "flags", "record", "run")
+
+    run: tuple[bytes, Any, float, float | None, float]
 
     def __init__(self, connection: Connection, flags: int, call_id: int, refs: ReceivedRefs | None) -> None:
         self.connection = connection
@@ -153,6 +158,9 @@ class Server:
         self._on_context_ended = on_context_ended
         self._on_context_orphaned = on_context_orphaned
         self.async_results = AsyncResults(threads, worker)
+        self._serving = threads.serving
+        # Requests whose functions have returned something that is not done, with how they learn that it is.
+        self.unfinished: dict[PendingReply, Any] = {}
 
     def know_device_maps(self) -> None:
         """All workers have joined. Unless a device map moves CPU tensors, answers need no ``Place`` from now on."""
@@ -328,6 +336,9 @@ class Server:
         message.received_refs = None
         del message
         outer = None if reply.context is None else current_context.set(reply.context)
+        reply.run = name, function, started, seconds, counted_from
+        me = _get_ident()
+        self._serving[me] = reply
         try:
             if settings is not None:
                 value, reply.record = profiling.run_profiled(settings, function, args, kwargs)
@@ -340,10 +351,14 @@ class Server:
         except BaseException as error:
             if name.startswith(b"torch:") and isinstance(error, TypeError):
                 error = operator_error(function, args, kwargs) or error
-            _log.warning("%s: %s raised %r", self._label, shown_name(name, function), error, exc_info=error)
+            # The caller gets it, and decides what it means: here it is no event. But a reference may never be used.
+            _log.debug("%s: %s raised %r", self._label, shown_name(name, function), error, exc_info=error)
+            if reply.creation is not None:
+                _log.warning("%s: %s, called by remote(), raised %r", self._label, shown_name(name, function), error)
             self._fail(reply, error)
             return
         finally:
+            self._serving.pop(me, None)
             args, kwargs = (), {}
             if outer is not None:
                 current_context.reset(outer)
@@ -352,10 +367,9 @@ class Server:
                 if (seconds < _QUICK) != (name in self._quick) or (seconds > STALL) != (name in self._slow):
                     self._remember(name, seconds)
         if hasattr(function, "_wrapped_async_rpc_function"):
-            self.async_results.on_future(function, value, partial(self._answer, reply), partial(self._fail, reply))
+            self.async_results.on_future(function, value, *self._answer_later(reply, value))
         elif type(value) is CoroutineType or type(value) is Deferred:
-            answer, fail = partial(self._answer, reply), partial(self._fail, reply)
-            self.async_results.on_unfinished(value, reply.context, answer, fail)
+            self.async_results.on_unfinished(value, reply.context, *self._answer_later(reply, value), reply)
         else:
             self._answer(reply, value)
 
@@ -409,6 +423,19 @@ class Server:
         return profiling.unpack_settings(message.profile)
 
     # Answering them
+
+    def _answer_later(
+        self, reply: PendingReply, value: Any
+    ) -> tuple[Callable[[Any], None], Callable[[BaseException], None]]:
+        """Note that a request waits for what its function has returned; returns how it is answered then."""
+        name, function, *times = reply.run
+        reply.run = shown_name(name, function).encode(), None, *times  # type: ignore[assignment]
+        self.unfinished[reply] = value.subscribe if type(value) is Deferred else None
+        return partial(self._end_later, self._answer, reply), partial(self._end_later, self._fail, reply)
+
+    def _end_later(self, end: Callable[[PendingReply, Any], None], reply: PendingReply, outcome: Any) -> None:
+        self.unfinished.pop(reply, None)
+        end(reply, outcome)
 
     def _answer(self, reply: PendingReply, value: Any) -> None:
         if reply.creation is not None:
@@ -585,6 +612,10 @@ class Server:
                 self._system_active += 1
             else:
                 self.active += 1
+
+    def held(self) -> list[Request]:
+        """The requests that barriers and callers who don't read hold back."""
+        return [*self._gate.held(), *self._admission.held()]
 
     @property
     def owes_system_answers(self) -> bool:

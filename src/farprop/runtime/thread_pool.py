@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from farprop.locks import make_lock
@@ -65,6 +66,8 @@ class ThreadPool:
         self._leader: int | None = None  # the thread that polls
         self._idle: dict[int, OneShot] = {}
         self._threads: set[threading.Thread] = set()
+        # By thread, the request that it runs; for inspection, and to know which request a call is made for.
+        self.serving: dict[int, Any] = {}
         self._watcher = _Watcher(self)
         self._closed = False
 
@@ -334,6 +337,11 @@ class ThreadPool:
             except Exception:
                 _log.exception("farprop: unexpected error while shutting down")
 
+    def queued(self) -> list[Request]:
+        """The requests that wait for a thread, in the order of their arrival, roughly."""
+        with self._lock:
+            return self._queue.all()
+
     def facts(self) -> dict[str, int]:
         """Numbers for ``get_debug_info``."""
         return {
@@ -432,6 +440,9 @@ class Blocked:
 # ``pool``; ``counted`` and ``answering``: what this thread adds to the pool's numbers; ``runs_coroutines``: those of
 # called functions.
 this_thread = threading.local()
+
+# The request that a coroutine belongs to: all coroutines run on one thread.
+coroutine_of: ContextVar[Any] = ContextVar("farprop_coroutine_of", default=None)
 
 
 def pool_of_this_thread() -> ThreadPool | None:

@@ -478,5 +478,5 @@ def decode_failure(meta: Any) -> Exception:
         )
     for note in notes[:_MAX_NOTES]:
         made.add_note(note)
-    made.add_note(f"Raised on {worker} by the function that was called there. Its log has the traceback.")
+    made.add_note(f"Raised on {worker} by the function that was called there. Its debug log has the traceback.")
     return made

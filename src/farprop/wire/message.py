@@ -67,6 +67,7 @@ class Method(enum.Enum):
     PASS_FAILED = b"\x14"  # to the origin: its pass failed
     ABORT = b"\x15"  # from the origin: undo the pass
     CONTEXT_EXISTS = b"\x16"  # to the creator of a context: does it still exist
+    INSPECT = b"\x1f"  # what does this worker do
 
 
 # kind, flags, buffers, name length, returned segments, call id, seconds (0: no deadline), heads and payload
@@ -142,6 +143,7 @@ class Message:
         "call_id",
         "creation",
         "flags",
+        "function_name",
         "keep",
         "kind",
         "name",
@@ -155,6 +157,9 @@ class Message:
         "seconds",
         "sent",
     )
+
+    function_name: bytes
+    """What inspection shows for a function that travels without a name. Not set for others, and never sent."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -126,6 +126,8 @@ class BackwardDriver:
         self._peers = peers
         self._waiters: dict[PassId, PassWaiter] = {}  # by pass, for passes that were started here
         self._numbers = itertools.count(1)
+        # Explains why a pass took too long, from the workers that take part in it; the agent sets it.
+        self.on_timeout: Callable[[RpcTimeoutError, Iterable[int]], None] = lambda error, partners: None
 
     # Starting a pass
 
@@ -190,6 +192,8 @@ class BackwardDriver:
                 if not self._start(local, gradients, waiter):
                     self._wait(local, waiter)
         except BaseException as error:
+            if isinstance(error, RpcTimeoutError):
+                self.on_timeout(error, local.partners)  # before the others forget the pass
             self.aborter.abort_everywhere(local)
             if waiter.error is None or not isinstance(error, Exception):
                 raise
@@ -512,7 +516,8 @@ class BackwardDriver:
         except BaseException as error:
             self.aborter.stop(local)
             if isinstance(error, BackwardError):
-                _log.warning("%s: a backward pass failed: %s", self._peers.label, error, exc_info=error)
+                # ``backward`` raises it at the origin.
+                _log.debug("%s: a backward pass failed: %s", self._peers.label, error, exc_info=error)
             raise
 
     def _on_bundle(
@@ -608,6 +613,19 @@ class BackwardDriver:
         """This worker has shut down: threads that wait in ``backward`` would wait for messages that it does not get."""
         for waiter in list(self._waiters.values()):
             waiter.fail(UsageError("RPC has been shut down on this worker, during a backward pass."))
+
+    def running_passes(self) -> list[tuple[LocalPass, float | None]]:
+        """The passes that run or wait here, with the seconds since they were started here if that is known."""
+        found: list[tuple[LocalPass, float | None]] = []
+        for context in self.contexts.all():
+            for local in context.all_passes():
+                if local.machine.active:
+                    waiter = self._waiters.get(local.id)
+                    age = None
+                    if waiter is not None and waiter.deadline is not None and waiter.timeout is not None:
+                        age = time.monotonic() - (waiter.deadline - waiter.timeout)
+                    found.append((local, age))
+        return found
 
     def debug_info(self) -> dict[str, int]:
         """Counts, under torch's names."""
