@@ -183,3 +183,27 @@ def test_failure_to_open_the_fd_channel_leaks_no_socket() -> None:
     finally:
         gc.enable()
         connection.close()
+
+
+class CountingCall(FutureCall):
+    """A call that counts how often it is finished."""
+
+    finished = 0
+
+    def finish(self, answer: Message | None, error: Exception | None) -> None:
+        assert isinstance(error, ConnectionLostError)
+        CountingCall.finished += 1
+
+
+def test_very_many_calls_of_a_lost_connection_are_failed_by_the_pool() -> None:
+    """The thread that loses the connection has a deadline of its own: tens of thousands of calls took it seconds."""
+    loop = StubLoopWithJobs()
+    client, theirs, _, _ = make_client(loop)
+    CountingCall.finished = 0
+    for call_id in range(1, 10_001):
+        client._calls.open(call_id, CountingCall(None), None, 0)
+    client.lose("it closed the connection")
+    assert len(loop.jobs) <= 101
+    loop.run_jobs()
+    assert CountingCall.finished == 10_000
+    theirs.close()

@@ -42,6 +42,7 @@ _get_ident = threading.get_ident
 _PIPELINED = 16
 _UNCORK_SECONDS = 0.001
 _MANY_SYSTEM_CALLS = 256  # more ids than that are searched for calls that have ended
+_FAILED_AT_ONCE = 100  # calls that the thread which loses a connection fails itself
 _LOOK_SECONDS = 0.5  # a caller that sleeps looks this often whether somebody reads
 
 
@@ -834,18 +835,29 @@ class ClientConnection:
             self._loop.remove(self._connection.fd)
             self._connection.close()
             self._on_lost(self, self._lost or "")
-            while self._to_fail:
-                call = self._to_fail[-1]
-                error = self._lost_error()
-                if isinstance(call, Waiter):
-                    call.outcome = error
-                    self._wake(call)
-                else:
-                    self._fail(call, error)
-                self._to_fail.pop()
+            self._fail_open_calls(_FAILED_AT_ONCE)
         except BaseException:
             self._threads.submit(self._end)
             raise
+
+    def _fail_open_calls(self, most: int | None = None) -> None:
+        """Fail the calls that were open. The thread that lost the connection has a deadline, too: with very many calls,
+        the pool fails those beyond ``most``.
+        """
+        while self._to_fail:
+            if most is not None:
+                most -= 1
+                if most < 0:
+                    self._threads.submit(self._fail_open_calls)
+                    return
+            call = self._to_fail[-1]
+            error = self._lost_error()
+            if isinstance(call, Waiter):
+                call.outcome = error
+                self._wake(call)
+            else:
+                self._fail(call, error)
+            self._to_fail.pop()
 
     def _lost_error(self) -> ConnectionLostError:
         return ConnectionLostError(
