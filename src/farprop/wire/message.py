@@ -293,7 +293,7 @@ class Message:
             raise ProtocolError("a message that is no answer gives references back")
         (count,) = _COUNT.unpack_from(data, at)
         at += _COUNT.size
-        end = at + count * _RETURNED.size
+        end: int = at + count * _RETURNED.size
         if end > len(data):
             raise ProtocolError(f"an answer says that it gives {count} references back, and is too short for them")
         rows = _RETURNED.iter_unpack(data[at:end])
