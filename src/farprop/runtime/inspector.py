@@ -80,6 +80,7 @@ _LONGEST_SILENCE_SECONDS = 60.0
 _MOST_CALLS = 500
 _MOST_PARTNERS = 5  # that are asked about one pass
 _MOST_FRAMES = 100
+_BARRIERS = b"farprop.rpc.api:_"  # the functions that all-gathers call
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _now = time.monotonic
 
@@ -263,7 +264,7 @@ class Inspector:
             is_waited_for=False,
             context=None if head is None else head.context_id,
             parent=parent,
-            system=bool(flags & SYSTEM),
+            system=_is_system(name, flags),
         )
 
     def _served(
@@ -330,7 +331,7 @@ class Inspector:
             seconds=now - started,
             left=None if seconds is None else counted_from + seconds - now,
             context=None if reply.context is None else reply.context.id,
-            system=bool(reply.flags & SYSTEM),
+            system=_is_system(name, reply.flags),
             **more,
         )
 
@@ -624,6 +625,11 @@ def called(name: bytes, function: Any = None) -> str:
     return shown_name(name, function).removeprefix(":")
 
 
+def _is_system(name: bytes, flags: int) -> bool:
+    """Whether a call is farprop's own: those of barriers count as work of the program only for ``shutdown``."""
+    return bool(flags & SYSTEM) or name.startswith(_BARRIERS)
+
+
 def member_of(entry: Entry) -> Member:
     return Member(entry.name, entry.rank, entry.host, entry.pid, entry.net)
 
@@ -642,6 +648,7 @@ def _queued_call(call_id: CallId, message: Message, state: str, counted_from: fl
         seconds=now - counted_from if counted_from else None,
         left=None if message.seconds is None else counted_from + message.seconds - now,
         context=None if head is None else head.context_id,
+        system=_is_system(message.name, message.flags),
     )
 
 
