@@ -207,3 +207,36 @@ def test_very_many_calls_of_a_lost_connection_are_failed_by_the_pool() -> None:
     loop.run_jobs()
     assert CountingCall.finished == 10_000
     theirs.close()
+
+
+class LosingSpinner:
+    """While the reader spins, another thread loses the connection, and the number of its descriptor is used again."""
+
+    def __init__(self, client: ClientConnection, number: int) -> None:
+        self._client = client
+        self._number = number
+        self.pipe = os.pipe()
+        self.is_reused = False
+
+    def poll(self, *_: Any) -> list[tuple[int, int]]:
+        if not self.is_reused:
+            self._client.lose("its host has vanished")
+            os.dup2(self.pipe[0], self._number)
+            self.is_reused = True
+        return []
+
+    def slept(self, _: float) -> None:
+        pass
+
+
+@pytest.mark.timeout(30)
+def test_reader_whose_descriptor_was_closed_and_used_again_does_not_hang() -> None:
+    client, theirs, _, connection = make_client(StubLoopWithJobs())
+    number = connection.fd
+    spinner = client._spinner = LosingSpinner(client, number)  # type: ignore[assignment]
+    with pytest.raises(ConnectionLostError, match="vanished"):
+        client.call_sync(encode_value(None), None)
+    assert spinner.is_reused
+    for descriptor in (number, *spinner.pipe):
+        os.close(descriptor)
+    theirs.close()

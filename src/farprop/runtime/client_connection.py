@@ -630,7 +630,9 @@ class ClientConnection:
         if self._spinner.poll(poll, self._loop.activity):
             return True
         began = _now()
-        events = poll() if deadline is None else poll(max(0.0, deadline - began) * 1000)
+        # Not for longer: whoever loses the connection closes the descriptor, and another one may get its number.
+        left = _LOOK_SECONDS if deadline is None else min(_LOOK_SECONDS, max(0.0, deadline - began))
+        events = poll(left * 1000)
         now = _now()
         self._spinner.slept(now - began)
         return bool(events) or deadline is None or now < deadline
