@@ -42,7 +42,7 @@ def draw_faults(rng: random.Random) -> Faults:
         slow=slow,
         breaks=rng.choice((0, 0, 1, 4)),
         crashes=rng.choice((0, 1, 1, 2)),
-        failing=rng.choice((0.0, 0.0, 0.0, 0.05)),
+        failing=rng.choice((0.0, 0.0, 0.0, 0.1)),
         timeouts=rng.choice((0.0, 0.0, 0.0, 0.05)),
     )
 
@@ -133,6 +133,8 @@ class World:
         if self.is_sparse and rng.random() < 0.4:
             for _ in range(rng.randint(1, 4)):
                 forward.pipeline(self)
+        elif rng.random() < 0.3:
+            forward.parallel(self)
         else:
             for _ in range(rng.choice((2, 10, 20, 30))):
                 forward.grow(self)
