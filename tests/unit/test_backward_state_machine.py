@@ -229,3 +229,10 @@ def test_sources_run_together_if_they_lead_to_nobody_else() -> None:
     machine.validate()
     shared = _machine(1, ({5}, []), ({6}, []), ({5, 6}, []))
     assert shared.start_together([5, 6], 2) is None
+
+
+def test_no_short_cut_after_a_failure() -> None:
+    machine = _machine(1, ({5}, []), ({6}, []))
+    machine.fail()
+    assert machine.start_unshared(5) is None
+    assert machine.start_together([5, 6], 0) is None

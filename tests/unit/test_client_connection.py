@@ -240,3 +240,13 @@ def test_reader_whose_descriptor_was_closed_and_used_again_does_not_hang() -> No
     for descriptor in (number, *spinner.pipe):
         os.close(descriptor)
     theirs.close()
+
+
+def test_requests_that_are_sent_together_do_not_end_the_probing() -> None:
+    """Otherwise a call after them would learn only at its deadline that the other host has vanished."""
+    client, theirs, _, _ = make_client(StubLoopWithJobs())
+    client._is_probed = False  # as on a connection to another host
+    client._uncork()
+    assert not client._is_probed
+    client.lose("the test ends")
+    theirs.close()

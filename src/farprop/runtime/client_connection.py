@@ -480,8 +480,6 @@ class ClientConnection:
                 self._uncork_due = True
 
     def _uncork(self) -> None:
-        with self._lock:
-            self._is_probed = True  # a timer looks whether the other host still answers, or nothing needs to
         self._uncork_due = False
         try:
             self._connection.uncork()

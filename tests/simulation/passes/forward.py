@@ -124,6 +124,21 @@ def pipeline(world: World) -> None:
         message(world, sender, receiver, (len(context.graph.nodes) - 1,))
 
 
+def parallel(world: World) -> None:
+    """Calls from the main worker to one other, whose functions use only what they receive and, some of them, a leaf."""
+    rng, caller = world.rng, world.main_rank
+    callee = rng.choice([rank for rank in range(len(world.workers)) if rank != caller])
+    here, there = world.workers[caller].meet(), world.workers[callee].meet()
+    assert here is not None
+    assert there is not None
+    for _ in range(rng.randint(2, 4)):
+        here.graph.add(Node(()))
+        message(world, caller, callee, (len(here.graph.nodes) - 1,))
+        received = len(there.graph.nodes) - 1
+        there.graph.add(Node((0, received) if rng.random() < 0.5 and not there.graph.nodes[0].hooked else (received,)))
+        message(world, callee, caller, (len(there.graph.nodes) - 1,))
+
+
 def _peer(world: World, worker: Worker) -> int:
     return world.rng.choice(world.peers(worker.rank)) if world.rng.random() < 0.9 else worker.rank
 

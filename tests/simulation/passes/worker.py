@@ -154,7 +154,7 @@ class Worker(ContextHolder):
         """The sends to the first one's worker, or some of them: large gradients travel alone."""
         bundle, rest = [sends[0]], []
         for send in list(sends)[1:]:
-            fits = send.target.worker == bundle[0].target.worker and self.world.rng.random() < 0.8
+            fits = send.target.worker == bundle[0].target.worker and self.world.rng.random() < self.world.bundled
             (bundle if fits else rest).append(send)
         sends.clear()
         sends.extend(rest)

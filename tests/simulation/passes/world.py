@@ -42,7 +42,7 @@ def draw_faults(rng: random.Random) -> Faults:
         slow=slow,
         breaks=rng.choice((0, 0, 1, 4)),
         crashes=rng.choice((0, 1, 1, 2)),
-        failing=rng.choice((0.0, 0.0, 0.0, 0.05)),
+        failing=rng.choice((0.0, 0.0, 0.0, 0.1)),
         timeouts=rng.choice((0.0, 0.0, 0.0, 0.05)),
     )
 
@@ -63,6 +63,7 @@ class World:
         self.network = Network(self)
         self.workers = [Worker(self, rank) for rank in range(rng.choice((2, 3, 4, 5, 5)))]
         self.maker = rng.randrange(len(self.workers))
+        self.bundled = rng.choice((0.0, 0.9))  # how often gradients are small enough to travel with others
         self.is_sparse = rng.random() < 0.5  # workers send only to their neighbours in a tree
         same = self.is_sparse or rng.random() < 0.8
         self.main_rank = self.maker if same else rng.randrange(len(self.workers))  # most passes start here
@@ -133,6 +134,8 @@ class World:
         if self.is_sparse and rng.random() < 0.4:
             for _ in range(rng.randint(1, 4)):
                 forward.pipeline(self)
+        elif rng.random() < 0.4:
+            forward.parallel(self)
         else:
             for _ in range(rng.choice((2, 10, 20, 30))):
                 forward.grow(self)

@@ -497,8 +497,8 @@ class BackwardDriver:
         local = self._local(head)
         local.partners.add(caller)
         try:
-            reply = GradientReply()
             if head.bundle is not None:
+                reply = GradientReply()
                 self._on_bundle(local, head.bundle, gradients, caller, reply)
                 return reply.encode(encode_call)
             targets = local.start_unshared(head.message_id)
@@ -511,6 +511,7 @@ class BackwardDriver:
                 actions = self._follow(local, targets, outgoing, head.share)
             else:
                 actions = self._on_gradient(local, head.message_id, gradients, head.share)
+            reply = GradientReply()
             self._perform(local, actions, back_to=caller, reply=reply)
             return reply.encode(encode_call)
         except BaseException as error:
