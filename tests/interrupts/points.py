@@ -100,7 +100,12 @@ def _called_name(code: CodeType, instruction: dis.Instruction) -> str | None:
 
 
 class Interrupts:
-    """Follows one run in the main thread; interrupts it at ``target``, if there is one."""
+    """Follows one run in the main thread; interrupts it at ``target``, if there is one.
+
+    It interrupts code in files whose names start with one of ``sources``.
+    """
+
+    sources: tuple[str, ...] = (_SOURCE,)
 
     def __init__(self, target: Point | None = None) -> None:
         self.target = target
@@ -133,7 +138,7 @@ class Interrupts:
         raise KeyboardInterrupt(self.delivered)
 
     def _on_call(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
-        if not frame.f_code.co_filename.startswith(_SOURCE):
+        if not frame.f_code.co_filename.startswith(self.sources):
             return None
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
@@ -171,7 +176,7 @@ class Interrupts:
         turn = self._turns[key] = self._turns.get(key, 0) + 1
         if turn > _TURNS:
             return False
-        file = code.co_filename[len(_SOURCE) + 1 :]
+        file = code.co_filename.removeprefix(_SOURCE + "/")
         point = Point(file, code.co_qualname, frame.f_lasti, kind, turn)
         if point != self.target:
             self.points[point] = None

@@ -27,7 +27,9 @@ class CollectiveQueue:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._changed = threading.Condition(make_owned_lock("collective_queue"))  # type: ignore[arg-type]
+        # Taken itself, not through the condition: that is Python code, and an interrupt there would keep the lock.
+        self._lock = make_owned_lock("collective_queue")
+        self._changed = threading.Condition(self._lock)  # type: ignore[arg-type]
         self._waiting: deque[tuple[Job, Work, Sequence[torch.Tensor]]] = deque()
         self._is_running = False
         self._is_closed = False
@@ -39,22 +41,30 @@ class CollectiveQueue:
         Returns:
             Whether it was run; False if another job runs or waits.
         """
-        with self._changed:
-            if self._is_running or self._waiting:
-                return False
-            self._is_running = True
+        is_ours = False
         try:
+            with self._lock:
+                if self._is_running or self._waiting:
+                    return False
+                # Nothing is called here, so an interrupt can't come between the two.
+                self._is_running = is_ours = True
             job()
         finally:
-            with self._changed:
+            if is_ours:
+                # Without the lock and before anything is called: a second interrupt must not leave the queue busy.
                 self._is_running = False
-                if self._waiting:
-                    self._changed.notify_all()
+                self._wake_thread()
         return True
+
+    def _wake_thread(self) -> None:
+        """Wake the thread if it has something to do."""
+        with self._lock:
+            if self._waiting:
+                self._changed.notify_all()
 
     def enqueue(self, job: Job, work: Work, outputs: Sequence[torch.Tensor]) -> None:
         """Run a job in the queue's thread. ``work`` ends with it, with ``outputs`` or its error."""
-        with self._changed:
+        with self._lock:
             self._waiting.append((job, work, outputs))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -66,7 +76,7 @@ class CollectiveQueue:
             pass  # a method of its own, so that this frame keeps no tensors alive
 
     def _run_once(self) -> bool:
-        with self._changed:
+        with self._lock:
             while self._is_running or not self._waiting:
                 if self._is_closed and not self._waiting:
                     return False
@@ -79,7 +89,7 @@ class CollectiveQueue:
         except Exception as error:
             failure = without_frames(error)
         # Before the work ends: whoever waits for it may close the queue next, which must not look busy then.
-        with self._changed:
+        with self._lock:
             self._is_running = False
         if failure is None:
             work.complete(outputs)
@@ -90,12 +100,12 @@ class CollectiveQueue:
     @property
     def is_busy(self) -> bool:
         """Whether a collective runs or waits."""
-        with self._changed:
+        with self._lock:
             return self._is_running or bool(self._waiting)
 
     def close(self) -> None:
         """Run the jobs that wait, then end the thread. The caller has to make a job fail that waits for other ranks."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
