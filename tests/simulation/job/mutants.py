@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from farprop import rpc
-from farprop.distributed.native.group_state import GroupState
-from farprop.distributed.native.mesh import Mesh
-from farprop.errors import ConnectionLostError, UsageError
-from farprop.protocol.host_liveness import HostLiveness, HostState
+from farprop.distributed.native.matching import MessageMatcher
+from farprop.errors import ConnectionLostError
+from farprop.protocol.collective_consistency import CollectiveConsistency
 from farprop.protocol.pending_calls import PendingCalls
-from farprop.protocol.quiescence import Quiescence
 from farprop.runtime import liveness
 from farprop.runtime.autograd.abort import PassAborter
 from farprop.runtime.autograd.context_cleanup import ContextCleanup, EndedContexts
@@ -33,14 +30,10 @@ from farprop.runtime.watch import Watch
 from tests.simulation.harness import mutant
 
 SHARED = (
-    "children-not-held",
-    "confirmed-on-arrival",
-    "own-fork-not-listed",
     "dead-holders-listed",
     "dead-receivers-waited-for",
     "accepted-is-gone",
     "doubtful-ends-silently",
-    "batches-done-again",
 )
 
 
@@ -48,16 +41,11 @@ def job_mutant(owner: Any, method: str) -> Any:
     return mutant(owner, method, kind="job")
 
 
-def _healthy(owner: Any, method: str) -> Any:
-    return vars(owner)[method]
-
-
 # Calls
 
 _lost_error = ClientConnection._lost_error
 _call_sync = Calls.call_sync
 _accept_request = Server._accept_request
-_run = Server._run
 _lost = PendingCalls.lost
 
 
@@ -90,16 +78,6 @@ def late_requests_run(self: Server, connection: Any, message: Any, counted_from:
     _accept_request(self, connection, message, counted_from + 1000.0)
 
 
-@job_mutant(Server, "_run")
-def busy_servers_look_idle(self: Server, connection: Any, message: Any, counted_from: float) -> None:
-    """A request does not count as active while it runs."""
-    self.active -= 1
-    try:
-        _run(self, connection, message, counted_from)
-    finally:
-        self.active += 1
-
-
 # References
 
 
@@ -117,11 +95,6 @@ def deaths_kept_from_references(self: RRefContext, rank: int, instance: str | No
 @job_mutant(ControlSender, "unanswered")
 def batches_sent_once(self: ControlSender, peer: int) -> None:
     """A batch without a reply is not sent again."""
-
-
-@job_mutant(Calls, "_after_failed_send")
-def unsent_references_forgotten(self: Calls, message: Any, error: BaseException) -> None:
-    """References in a request that could not be sent are not taken back."""
 
 
 @job_mutant(ValueSlot, "_finish")
@@ -174,8 +147,6 @@ def failures_not_reported_to_the_origin(self: PassAborter, *args: Any) -> None:
 
 # Membership
 
-_died, _meet, _is_dead = Watch.died, PeerInstances.meet, PeerInstances.is_dead
-
 
 @job_mutant(Membership, "refresh")
 def newcomers_unknown(self: Membership) -> None:
@@ -204,47 +175,22 @@ def replacements_unnoticed(self: PeerInstances, rank: int, instance: str) -> Non
     self._instances[rank] = instance
 
 
-@job_mutant(PeerInstances, "is_dead")
-def the_dead_stay_dead(self: PeerInstances, rank: int, instance: str) -> bool:
-    """A process that takes the rank of a dead one is taken for dead, too."""
-    return rank in self._machine.dead or instance in self._replaced
-
-
-@job_mutant(HostLiveness, "on_probe")
-def vanished_hosts_answer(self: HostLiveness, facts: Any) -> HostState:
-    """Only the kernel's keepalive notices that a host has vanished."""
-    return HostState.ANSWERS
-
-
 # Groups
 
 
-@job_mutant(GroupState, "on_peer_lost")
-def lost_ranks_unnoticed(self: GroupState, rank: int, why: str) -> None:
-    """A lost rank does not break the group."""
+@job_mutant(MessageMatcher, "post")
+def early_messages_forgotten(self: MessageMatcher, recv: Any) -> None:
+    """A message that came before its receive was posted is not found."""
+    with self._lock:
+        self._posted.append(recv)
 
 
-@job_mutant(Mesh, "_on_group_failure")
-def broken_groups_kept_secret(self: Mesh, failure: Any, tell_others: bool) -> None:
-    """A rank does not tell the others that the group is broken."""
-    _on_group_failure(self, failure, tell_others=False)
-
-
-_on_group_failure = Mesh._on_group_failure
-
-
-@job_mutant(Mesh, "announce")
-def fingerprints_not_announced(self: Mesh, call: Any) -> None:
-    """A rank that waits for another does not tell it what it waits in."""
+@job_mutant(CollectiveConsistency, "on_fingerprint")
+def fingerprints_ignored(self: CollectiveConsistency, rank: int, number: int, fingerprint: str) -> None:
+    """Nobody notices that a rank calls another collective."""
 
 
 # Several parts together
-
-
-@job_mutant(Quiescence, "round")
-def one_round_is_enough(self: Quiescence, reports: Any) -> bool:
-    """The shutdown does not look twice whether there is work left."""
-    return all(report.idle for report in reports.values())
 
 
 @job_mutant(Peers, "open_work")
@@ -252,20 +198,3 @@ def one_round_is_enough(self: Quiescence, reports: Any) -> bool:
 def own_calls_are_work(self: Peers) -> int:
     """Farprop's own calls count as work, also those that end a round of the shutdown."""
     return self.open_calls
-
-
-@job_mutant(rpc.rref, "_arrived")
-def references_of_leavers_fail_the_call(place: int) -> Any:
-    """A call fails if its answer brings a reference to a value of a worker that has left."""
-    found = _arrived(place)
-    if rpc.api.current_agent().membership.find(found._owner_name) is None:
-        raise UsageError("could not find destination")
-    return found
-
-
-_arrived = rpc.rref._arrived
-
-
-@job_mutant(Peers, "lose")
-def calls_wait_for_the_dead(self: Peers, rank: int, reason: str, unless: str = "") -> None:
-    """The connection to a dead worker is kept."""
