@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,6 +38,8 @@ from farprop.wire.dialect import Dialect
 from farprop.wire.function_names import shown_name
 from farprop.wire.message import ANSWER, PROFILED, SYSTEM, Creation, Message
 from farprop.wire.tensors import DeviceMapRequired
+
+_log = logging.getLogger(__name__)
 
 _is_grad_enabled = torch.is_grad_enabled
 _now = time.monotonic
@@ -263,7 +266,7 @@ class Calls:
 
     def _describe_async(self, error: FarpropError, call: FutureResponse) -> None:
         name, flags = call.origin[:2]
-        self._describe(error, self._peers.name_and_rank(call.sender)[0], name, flags, call.call_id, call.timeout)
+        self._describe(error, self._peers.name_of(call.sender), name, flags, call.call_id, call.timeout)
 
     def _describe(
         self, error: FarpropError, peer: str, name: bytes, flags: int, call_id: int, timeout: float | None
@@ -272,7 +275,10 @@ class Calls:
         error.worker, error.function = peer, shown_name(name).removeprefix(":")
         error.call_id = f"{self._own.name}>{peer}#{call_id}"
         if isinstance(error, RpcTimeoutError) and error.may_have_run and timeout is not None and not flags & SYSTEM:
-            self.on_timeout(error, timeout)
+            try:
+                self.on_timeout(error, timeout)
+            except Exception:  # the caller has to get its error, explained or not
+                _log.exception("%s: farprop could not find out why a call timed out", self._own.label)
 
     # Answers
 

@@ -95,6 +95,10 @@ class Peers:
         info = to if isinstance(to, WorkerInfo) else self._membership.info(to)
         return info.name, info.id
 
+    def name_of(self, rank: int) -> str:
+        """The name of a worker that may have left; a placeholder if it is not known any more."""
+        return self._membership.name_of(rank)
+
     def _dial(self, name: str, timeout: float | None) -> ClientConnection:
         # Threads that dial at the same time each make a connection, and the first one is kept: no thread waits.
         began = time.monotonic()

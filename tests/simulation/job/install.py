@@ -81,6 +81,7 @@ def install() -> None:
         (agent, "EventLoop", process.Loop),
         (agent, "ThreadPool", process.Pool),
         (agent, "Endpoint", process.Endpoint),
+        (agent, "Observers", process.Observers),
         (accepted_connections, "make_ready", lambda _: None),
         (client_connection, "select", Select),
         (client_connection, "Waker", Waker),
