@@ -26,9 +26,10 @@ def test_request_that_ran_after_its_connection_was_lost_reports_it_again() -> No
     server._label = "w2 (rank 2)"
     server._threads = SimpleNamespace(requests=(), is_polling_thread=lambda: False)  # type: ignore[assignment]
     server._connections = SimpleNamespace(report_lost=reported.append)  # type: ignore[assignment]
+    server._references = SimpleNamespace(not_returned=lambda *_: None)  # type: ignore[assignment]
     server._active_lock = threading.Lock()
     server._corked, server._ended_contexts, server.active = set(), deque(), 1
     connection: Any = LostConnection()
-    server._send(PendingReply(connection, 0, 7), encode_value(b"done"))
+    server._send(PendingReply(connection, 0, 7, None), encode_value(b"done"))
     assert reported == [connection]
     assert server.active == 0
