@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 from typing import Any
@@ -45,9 +46,10 @@ def future_that_nobody_sets() -> torch.futures.Future[Any]:
     return future
 
 
-def hold_the_lock_of_the_interpreter(seconds: int) -> None:
-    """Sleep in C code that does not release the interpreter's lock."""
-    ctypes.PyDLL(None).sleep(seconds)
+def hold_the_lock_of_the_interpreter(pipe: str) -> None:
+    """Wait in C code that does not release the interpreter's lock, until somebody opens a named pipe for writing."""
+    libc = ctypes.PyDLL(None)
+    libc.close(libc.open(pipe.encode(), os.O_RDONLY))
 
 
 def holding_a_lock(to: str) -> None:

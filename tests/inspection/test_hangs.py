@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,10 +138,12 @@ def test_two_values_that_are_made_from_each_other_are_a_cycle() -> None:
 
 
 @pytest.mark.parametrize("holder", ["interpreter", "stopped"])
-def test_worker_that_answers_nothing(holder: str) -> None:
+def test_worker_that_answers_nothing(holder: str, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
     with cluster(3, env=_ENV, timeout=90) as job:
         if holder == "interpreter":
-            waiting = job.start(0, rpc.rpc_sync, "worker1", f.hold_the_lock_of_the_interpreter, (12,), {}, 0)
+            waiting = job.start(0, rpc.rpc_sync, "worker1", f.hold_the_lock_of_the_interpreter, (str(pipe),), {}, 0)
             job.run(2, _until_silent)
             pattern = "worker1 answers nothing: stopped, or it holds the interpreter.s lock"
         else:
@@ -158,6 +161,8 @@ def test_worker_that_answers_nothing(holder: str) -> None:
         assert outside.returncode == 1  # a worker did not answer
         if holder == "stopped":
             job.signal(1, signal.SIGCONT)
+        else:
+            pipe.open("wb").close()
         job.run(1, f.release)
         waiting.result()
 

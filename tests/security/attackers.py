@@ -21,6 +21,7 @@ from farprop.transport.tls import Certificates, TlsSocket
 from tests.calls import functions as f
 
 Address = tuple[str, int]
+_connect_tcp = sockets._connect_tcp
 NOBODY = 65534
 
 
@@ -159,18 +160,11 @@ def closing_all(*proxies: Proxy) -> Iterator[None]:
 
 def redirect(by_target: dict[Address, Address]) -> None:
     """Redirects the connections that this process dials."""
-    connect = socket.create_connection
 
-    class Redirected:
-        """The module ``socket`` with another ``create_connection``."""
+    def redirected(address: Address, seconds: float) -> socket.socket:
+        return _connect_tcp(by_target.get(tuple(address), address), seconds)
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(socket, name)
-
-        def create_connection(self, address: Any, **options: Any) -> socket.socket:
-            return connect(by_target.get(tuple(address), address), **options)
-
-    sockets.socket = Redirected()  # type: ignore[assignment]
+    sockets._connect_tcp = redirected
 
 
 def start_or_say(rank: int, world_size: int = 2) -> str:

@@ -154,7 +154,7 @@ def _send_names(path: str) -> list[tuple[int, str]]:
             "farprop.rpc:rpc_sync",
         ),
         *("farprop.nn.remote_module:_recursive_script_module_receiver", "farprop.wire.codec:_load_script_module"),
-        *("\x00", "\x0f", "\x1f", "\x02x"),
+        *("\x00", "\x0f", "\x1e", "\x02x"),
         *("farprop.nn.remote_module:_create_compiled_module", "farprop.jit.calls:call", "farprop.compat:install"),
         *(
             "tests.security.functions:hidden",
