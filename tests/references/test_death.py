@@ -65,7 +65,7 @@ def _every_use_raises(*keys: str) -> None:
         assert rref.owner_name() == "worker1"
         assert not rref.is_owner()
         assert not rref.confirmed_by_owner()
-        assert repr(rref).endswith("void>")
+        assert ": void" in repr(rref)
     assert rpc.rpc_sync("worker0", f.add, args=(1,)) == 2  # the living go on
 
 

@@ -184,7 +184,7 @@ def _remote_to_own_worker() -> None:
         assert (caught.value.code, caught.value.extra) == (7, [1, 2])  # type: ignore[attr-defined]
         depths.append(len(traceback.extract_tb(caught.value.__traceback__)))
     assert depths[0] == depths[1] == depths[2]
-    assert repr(failed).endswith("failed>")
+    assert ": failed, made by tests.calls.functions:raise_custom, " in repr(failed)
 
 
 def test_remote_to_the_own_worker(workers: Cluster) -> None:

@@ -374,7 +374,7 @@ class RRef(Generic[T]):
             slot = self._owned.slot
             holds = "pending" if not slot.done else type(slot.value).__name__ if slot.error is None else "failed"
             made_by = f", made by {slot.maker.decode(errors='replace')}" if slot.maker else ""
-            age = seconds_text(time.time() - slot.created)
+            age = seconds_text(time.monotonic() - slot.created)
             return f"<{self} here on {self._owner_name}: {holds}{made_by}, {age} old>"
         origin = getattr(self._remote_call, "origin", None)  # known where remote() was called
         made = ""
