@@ -351,10 +351,12 @@ class Server:
         except BaseException as error:
             if name.startswith(b"torch:") and isinstance(error, TypeError):
                 error = operator_error(function, args, kwargs) or error
-            # The caller gets it, and decides what it means: here it is no event. But a reference may never be used.
-            _log.debug("%s: %s raised %r", self._label, shown_name(name, function), error, exc_info=error)
-            if reply.creation is not None:
-                _log.warning("%s: %s, called by remote(), raised %r", self._label, shown_name(name, function), error)
+            # The caller gets it, and decides what it means. So here it is a line, and the traceback is for who debugs.
+            exc_info = error if _log.isEnabledFor(logging.DEBUG) else None
+            shown = shown_name(name, function)
+            _log.warning(
+                "%s: %s, called by %s, raised %r", self._label, shown, connection.peer, error, exc_info=exc_info
+            )
             self._fail(reply, error)
             return
         finally:
