@@ -23,8 +23,6 @@ from dataclasses import dataclass, fields
 from multiprocessing import process
 from typing import Any
 
-from farprop.runtime.job_files import find_files
-
 GRACE = 5.0
 
 # A mapping outlives the descriptor it was made from, so only the maps tell that shared memory is still held.
@@ -196,7 +194,16 @@ def _descriptors() -> set[tuple[int, str]]:
 
 def _files() -> set[str]:
     """Farprop's files in the directory for temporary ones. A directory may stay, what is in it may not."""
-    find_files()  # removes the job files of workers that were killed, as the next job would
+    found = _found_files()
+    if any(path.endswith(".job") for path in found):
+        from farprop.runtime.job_files import find_files  # not before: workers of tests begin without farprop
+
+        find_files()  # removes the files of workers that were killed, as the next job would
+        found = _found_files()
+    return found
+
+
+def _found_files() -> set[str]:
     found: set[str] = set()
     for entry in os.scandir(tempfile.gettempdir()):
         if not entry.name.startswith(("farprop", ".farprop")):
