@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.simulation.harness import MUTANTS
 from tests.simulation.job.mutants import SHARED
 from tests.simulation.runner import mutants_of
@@ -46,6 +48,7 @@ def test_seed_is_replayed_alike() -> None:
     assert _simulate("--seed", "11") == _simulate("--seed", "11")
 
 
+@pytest.mark.timeout(300)  # a minute, if nothing else runs
 def test_mutants_are_killed() -> None:
     """Those in ``RARE`` take up to 1,400 seeds: ``python -m tests.simulation --mutants --seeds 1500``."""
     text = _simulate("--mutants", "--seeds", str(LIMIT), "--jobs", "2", exit_codes=(0, 1))
