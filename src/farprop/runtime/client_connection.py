@@ -41,7 +41,6 @@ _get_ident = threading.get_ident
 # With more open calls than this, small requests are sent together, after a short delay at most.
 _PIPELINED = 16
 _UNCORK_SECONDS = 0.001
-_MANY_SYSTEM_CALLS = 256  # more ids than that are searched for calls that have ended
 _FAILED_AT_ONCE = 100  # calls that the thread which loses a connection fails itself
 _LOOK_SECONDS = 0.5  # a caller that sleeps looks this often whether somebody reads
 
@@ -125,6 +124,13 @@ def timeout_error(peer: str, timeout: float) -> RpcTimeoutError:
     )
 
 
+def _flags_of(call: Waiter | FutureCall) -> int:
+    """The flags of an open call's request."""
+    if isinstance(call, FutureCall):
+        return call.origin[1]
+    return 0 if call.message is None else call.message.flags
+
+
 def _finish_with(call: FutureCall, outcome: Message | Exception) -> None:
     if isinstance(outcome, Exception):
         call.finish(None, outcome)
@@ -171,7 +177,6 @@ class ClientConnection:
         self._lock = make_lock("client_connection")
         self._ids = itertools.count(1)
         self._calls: PendingCalls[Waiter | FutureCall] = PendingCalls()
-        self._system_calls: set[int] = set()  # ids of farprop's own calls, also of some that have ended
         self._given_up = 0  # abandoned calls whose answers may still arrive, with references and segments
         self._reader: Waiter | _LoopReads | None = None
         self._loop_in_stream = False  # the loop is reading from the stream right now
@@ -218,16 +223,7 @@ class ClientConnection:
     def open_work(self) -> int:
         """As ``open_calls``, without farprop's own."""
         with self._lock:
-            self._forget_ended_system_calls()
-            return len(self._calls) - len(self._system_calls)
-
-    def _note_system_call(self, call_id: int) -> None:
-        if len(self._system_calls) > _MANY_SYSTEM_CALLS:
-            self._forget_ended_system_calls()
-        self._system_calls.add(call_id)
-
-    def _forget_ended_system_calls(self) -> None:
-        self._system_calls = {call_id for call_id in self._system_calls if call_id in self._calls}
+            return sum(not _flags_of(call) & SYSTEM for _, call, _ in self._calls.all())
 
     def pending(self) -> list[tuple[int, Waiter | FutureCall, float | None]]:
         """The calls without an answer, with their ids and deadlines. For inspection."""
@@ -281,10 +277,7 @@ class ClientConnection:
                 if not self._is_probed:
                     self._probe_soon()
                 self._join_readers(call, pooled)
-                if message.flags & SYSTEM:
-                    self._note_system_call(call_id)
-                else:
-                    self.sent += 1
+                self.sent += not message.flags & SYSTEM
             self._send(message, call_id, deadline if self._shares_clock else left)
             self._wait(call, deadline, pooled)
             if call.outcome is None or self._reader is call or call in self._followers:
@@ -404,10 +397,7 @@ class ClientConnection:
                 reader = self._reader
                 if reader is None or reader.has_left:
                     self._loop_reads()
-                if message.flags & SYSTEM:
-                    self._note_system_call(call_id)
-                else:
-                    self.sent += 1
+                self.sent += not message.flags & SYSTEM
                 # With many open calls, small requests are sent together; a timer sends the last ones.
                 more = len(self._calls) > _PIPELINED
             if deadline is not None and (timer is None or deadline < timer.when):
