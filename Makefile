@@ -6,10 +6,10 @@ SECONDS ?= 600
 RUN := .venv/bin/python
 READY := .venv/.installed
 
-.PHONY: help demo test interrupts chaos bench bench-hosts bench-scaling bench-peers clients conformance sim fuzz lint format clean
+.PHONY: help demo test interrupts chaos bench bench-hosts bench-scaling bench-peers clients conformance sim fuzz dashboard-assets screenshots lint format clean
 
 help:
-	@echo "make demo | test | interrupts [ONLY=program] | chaos [ONLY=kind] [SEED=n] [MINUTES=10] | lint | format | bench | bench-hosts | bench-scaling | bench-peers | clients | conformance [ONLY=Class] [REQUIRED=1] | sim | fuzz [SECONDS=600] [TARGET=name] | clean"
+	@echo "make demo | test | interrupts [ONLY=program] | chaos [ONLY=kind] [SEED=n] [MINUTES=10] | lint | format | bench | bench-hosts | bench-scaling | bench-peers | clients | conformance [ONLY=Class] [REQUIRED=1] | sim | fuzz [SECONDS=600] [TARGET=name] | dashboard-assets | screenshots | clean"
 
 demo: $(READY)
 	@$(RUN) examples/demo.py
@@ -25,6 +25,7 @@ chaos: $(READY)
 
 bench: $(READY)
 	@$(RUN) -m bench
+	@$(RUN) -m bench.dashboard
 
 # Needs root's permissions and iproute2, for hosts that are network namespaces.
 bench-hosts: $(READY)
@@ -53,6 +54,14 @@ sim: $(READY)
 fuzz: $(READY)
 	@$(RUN) -c 'import atheris' 2>/dev/null || $(RUN) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[fuzz]'
 	@$(RUN) -m tests.fuzz --seconds $(SECONDS) $(TARGET)
+
+# The libraries of the live page, from npm, in the versions of frontend/package-lock.json. Needs Node.js.
+dashboard-assets:
+	@cd frontend && npm ci --ignore-scripts --no-audit --no-fund && npm run --silent build
+
+# The pictures of the docs. Needs chromium and pngquant.
+screenshots: $(READY)
+	@$(RUN) -m tests.dashboard.screenshots
 
 lint: $(READY)
 	@$(RUN) -m ruff check

@@ -73,7 +73,7 @@ def parse(arguments: list[str]) -> Plan:
 
 def jobs_for(plan: Plan, processes: Mapping[tuple[str, ...], Dormant], floor: Child, alone: Child) -> Iterable[Job]:
     for kind in floor_side.KINDS:
-        samples, warmup = (GAP_SAMPLES, 0) if kind == floor_side.GAPS else (floor_side.SAMPLES, floor_side.WARMUP)
+        samples, warmup = (GAP_SAMPLES, 0) if kind in floor_side.WITH_GAPS else (floor_side.SAMPLES, floor_side.WARMUP)
         yield Job(kind, {"floor": (floor, kind)}, samples, warmup)
     for case in plan.cases:
         sides = {side: (processes[_key(side, case)], case.name) for side in ("ours", "theirs")}

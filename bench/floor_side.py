@@ -1,4 +1,4 @@
-"""The floor: a bare, blocking ping-pong of 100 bytes between two processes.
+"""The floor: a bare, blocking ping-pong of 100 bytes between two processes, or a hand-over between two threads.
 
 `python -m bench.floor_side` starts itself a second time as the process that answers.
 """
@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 
 from bench.channel import Sample, serve, take_stdout
@@ -19,16 +20,40 @@ SIZE = 100
 SAMPLES = 400
 WARMUP = 20
 GAPS = "unix-gaps"
+THREAD_GAPS = "thread-gaps"
+WITH_GAPS = (GAPS, THREAD_GAPS)
 KINDS = {
     "unix": "bare Unix-socket ping-pong",
     "tcp": "bare TCP ping-pong",
     GAPS: "bare Unix-socket ping-pong with the same gaps and work",
+    THREAD_GAPS: "bare hand-over to another thread and back, with the same gaps and work",
 }
 _SECONDS = struct.Struct("d")
 
 
 def ping(kind: str) -> Sample:
-    return ping_on(_connected(kind), SIZE, kind == GAPS)
+    return hand_over() if kind == THREAD_GAPS else ping_on(_connected(kind), SIZE, kind == GAPS)
+
+
+def hand_over() -> Sample:
+    """Have another thread of this process work: two bare locks, which it and the caller wait for in turn."""
+    asked, answered = threading.Lock(), threading.Lock()
+    work = [0.0]
+
+    def serve_for_ever() -> None:
+        while asked.acquire():
+            burn(work[0])
+            answered.release()
+
+    def call(seconds: float) -> None:
+        work[0] = seconds
+        asked.release()
+        answered.acquire()
+
+    asked.acquire()
+    answered.acquire()
+    threading.Thread(target=serve_for_ever, daemon=True).start()
+    return sample_of(call, burn)
 
 
 def ping_on(ends: tuple[socket.socket, socket.socket], size: int, with_gaps: bool = False) -> Sample:

@@ -13,6 +13,7 @@ The program uses plain calls only, to show what they can do. With references (``
 stage to stage without passing through ``worker0``. With ``farprop.autograd``, the backward pass would be one call.
 """
 
+import logging
 import shutil
 import signal
 import sys
@@ -159,6 +160,8 @@ def run() -> int:
 
 def join(rank: int, meeting_point: str) -> None:
     torch.set_num_threads(1)
+    # The stages call shutdown at once, and would say after five seconds that they wait for worker0: in the drawing.
+    logging.getLogger("farprop").setLevel(logging.ERROR)
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{meeting_point}")
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=WORLD_SIZE, rpc_backend_options=options)
 

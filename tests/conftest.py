@@ -49,7 +49,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from tests.support import forkserver
 
         forkserver.server()
-        session.config.add_cleanup(forkserver.stop_server)
+        session.config.add_cleanup(forkserver.stop_servers)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -161,6 +161,7 @@ def test_goals_of_the_cases() -> None:
         "program-batch_server": 1.5,
         "program-rl": 3,
         "script-add": 3,
+        "profile-empty": 1 / 1.05,
         **{f"all-reduce-4KB-{ranks}": 2 for ranks in (2, 4)},
         **{f"all-reduce-{size}-{ranks}": 3 for size in ("1MB", "25MB", "100MB") for ranks in (2, 4)},
         "ddp": 2,

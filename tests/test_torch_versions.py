@@ -18,8 +18,11 @@ import pytest
 import torch
 import torch.distributed.nn
 
+from tests.support.forkserver import WITHOUT_FARPROP
 from tests.support.hidden_names import WHOLE_MODULES, Outcome
 from tests.support.workers import run_workers
+
+_PLAIN = {WITHOUT_FARPROP: "1"}  # what is tested happens when farprop is imported
 
 # Only functions import farprop here: the workers that run them have to import it themselves.
 ROOT = Path(__file__).parents[1]
@@ -108,19 +111,19 @@ def _with_version(_: int, version: str) -> list[tuple[str, str]]:
 def test_untested_torch_version_warns_once_with_the_tested_versions() -> None:
     from farprop import _torch
 
-    (((category, text),),) = run_workers(_with_version, 1, ("2.99.1+cpu",))
+    (((category, text),),) = run_workers(_with_version, 1, ("2.99.1+cpu",), _PLAIN)
     assert category == "TorchVersionWarning"
     for version in (*_torch.TRIED, "2.99.1+cpu"):
         assert version in text
     # 2.130 is not 2.13.
-    ((_,),) = run_workers(_with_version, 1, ("2.130.0",))
+    ((_,),) = run_workers(_with_version, 1, ("2.130.0",), _PLAIN)
 
 
 def test_tested_torch_version_does_not_warn() -> None:
     from farprop import _torch
 
     for version in _torch.TRIED:
-        assert run_workers(_with_version, 1, (version + ".1",)) == [[]]
+        assert run_workers(_with_version, 1, (version + ".1",), _PLAIN) == [[]]
 
 
 # Hooks
@@ -137,7 +140,7 @@ def _with_hook_of_other_arguments(_: int) -> list[tuple[str, str]]:
 
 
 def test_hook_with_another_signature_leaves_torchscript_unchanged() -> None:
-    (((category, text),),) = run_workers(_with_hook_of_other_arguments, 1)
+    (((category, text),),) = run_workers(_with_hook_of_other_arguments, 1, env=_PLAIN)
     assert category == "TorchVersionWarning"
     assert "torch.jit.frontend.parse_def" in text
 
@@ -214,7 +217,7 @@ def _check_installed() -> None:
 
 
 def test_failed_install_restores_torch_and_can_be_retried() -> None:
-    (changes,) = run_workers(_fail_at_each_change, 1, timeout=110)
+    (changes,) = run_workers(_fail_at_each_change, 1, env=_PLAIN, timeout=110)
     assert changes > 20
 
 
@@ -246,4 +249,4 @@ def _fail_at_each_hook(_: int) -> int:
 
 
 def test_failing_torchscript_hooks_warn_and_the_rest_is_installed() -> None:
-    assert run_workers(_fail_at_each_hook, 1) == [9]
+    assert run_workers(_fail_at_each_hook, 1, env=_PLAIN) == [9]

@@ -99,6 +99,7 @@ for _family in (
     "cases.calls",
     "cases.gaps",
     "cases.security",
+    "cases.observing",
     "cases.autograd",
     "cases.optim",
     "cases.script",

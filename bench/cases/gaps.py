@@ -36,7 +36,7 @@ def asynchronous(api: Api, peer: str) -> Sample:
     return sample_of(lambda seconds: rpc_async(peer, work, args=(seconds,)).wait(), work)
 
 
-@case("gaps-self", "call with gaps and work: to oneself", goal=8, samples=4, warmup=0)
+@case("gaps-self", "call with gaps and work: to oneself", goal=8, samples=4, warmup=0, floor="thread-gaps")
 def to_itself(api: Api, _: str) -> Sample:
     rpc_sync, own = api.rpc.rpc_sync, api.rpc.get_worker_info().name
     return sample_of(lambda seconds: rpc_sync(own, work, args=(seconds,)), work)

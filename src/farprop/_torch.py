@@ -11,11 +11,13 @@ No other module under ``src/`` may use a private name of torch; ``tests/test_lay
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import operator
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import ModuleType
 from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
@@ -234,6 +236,25 @@ parse_records: Hook | None = _find_hook("torch.autograd.profiler_legacy._parse_l
 build_tree: Any = _find("torch.autograd.profiler_util.EventList._build_tree", _PROFILES, lambda events: None)
 
 
+# Kineto records one thread only, unless it is told otherwise.
+_KinetoConfig: Any = _find("torch._C._profiler._ExperimentalConfig", "torch's operators in farprop.profile", None)
+_profiler_module: Any = torch.autograd.profiler
+_IS_PROFILED = "torch.autograd.profiler._is_profiler_enabled"
+_has_flag: Final = _find(_IS_PROFILED, "called functions in profiles of the worker that runs them", None) is not None
+# Whether a profile of torch's runs in any thread of this process. Every call that is served asks: C code, for speed.
+is_profiled_process: Callable[[], bool] = (
+    partial(operator.attrgetter(_IS_PROFILED.rpartition(".")[2]), _profiler_module) if _has_flag else lambda: False
+)
+
+
+def profile_of_all_threads() -> Any:
+    """Make a profile of torch's that records the operators of all threads, or None if this torch has none."""
+    if _KinetoConfig is None or not torch.autograd.kineto_available():
+        return None
+    config = _KinetoConfig(profile_all_threads=True)
+    return _profiler_module.profile(use_kineto=True, experimental_config=config)
+
+
 def is_legacy_profile() -> bool:
     """Whether a legacy profile runs on this thread."""
     return bool(profiler_enabled() and _profiler_type() == _LEGACY)
@@ -284,6 +305,19 @@ def _tree_map_only(kind: Any, change: Callable[[Any], Any], tree: Any) -> Any:
 _TREES = "tensors inside of containers of other classes than list, tuple and dict, in optimisers and modules"
 tree_map: Any = _find("torch.utils._pytree.tree_map", _TREES, _tree_map)
 tree_map_only: Any = _find("torch.utils._pytree.tree_map_only", _TREES, _tree_map_only)
+
+
+# The debug server
+
+_DEBUG_SERVER = "farprop.telemetry.torch_debug: farprop's answers in torch's debug server"
+register_debug_handler: Any = _find("torch._C._distributed_c10d._register_handler", _DEBUG_SERVER)
+_has_debug_page: Final = importlib.util.find_spec("torch.distributed.debug") is not None
+
+
+def debug_frontend() -> Any:
+    """The module of the debug server's page. It is imported here, because it needs packages that torch does not."""
+    name = "torch.distributed.debug._frontend"
+    return importlib.import_module(name) if _has_debug_page else _Absent(name, _DEBUG_SERVER)()
 
 
 # Stores and groups

@@ -21,12 +21,15 @@ class FarpropError(RuntimeError):
         worker: for the error of a call, the worker that was called; None where it is not known.
         function: the function that was called, or None.
         call_id: the id of the call, as ``farprop calls`` shows it, or None.
+        first_failure: if another program of the job has failed before this and has said so, which one and with what; it
+            is in the text, too. None otherwise.
     """
 
     may_have_run: bool = True
     worker: str | None = None
     function: str | None = None
     call_id: str | None = None
+    first_failure: str | None = None
 
 
 class UsageError(FarpropError):

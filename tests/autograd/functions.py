@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
+import weakref
 from typing import Any
 
 import torch
 
 import farprop.autograd as autograd
 import farprop.rpc as rpc
+from farprop.runtime.autograd.contexts import current_context
 from tests.references.looking import wait_until
 
 parameter = torch.full((2, 2), 3.0, requires_grad=True)
@@ -126,3 +129,18 @@ async def coroutine(worker: str, x: torch.Tensor) -> torch.Tensor:
 
 def current_context_id() -> int:
     return autograd._current_context()._context_id()
+
+
+def times_parameter_without_collector(x: torch.Tensor) -> torch.Tensor:
+    """As ``times_parameter``; notes the context, and turns the garbage collector off until ``context_is_freed``."""
+    gc.disable()
+    kept["context"] = weakref.ref(current_context.get())
+    return times_parameter(x)
+
+
+def context_is_freed() -> None:
+    """Wait until the noted context is gone, with its graph and gradients."""
+    try:
+        wait_until(lambda: kept["context"]() is None)
+    finally:
+        gc.enable()

@@ -30,6 +30,21 @@ def test_gradients_along_paths_of_workers(workers: Cluster, path: list[str]) -> 
     workers.run(0, _backward_along, path)
 
 
+def _backward_without_collectors() -> None:
+    a = torch.rand(2, 2, requires_grad=True)
+    with autograd.context() as context_id:
+        here = g.times_parameter_without_collector(a)
+        there = rpc.rpc_sync("worker1", g.times_parameter_without_collector, args=(here,))
+        autograd.backward(context_id, [there.sum()])
+
+
+def test_an_ended_context_is_freed_without_the_garbage_collector(workers: Cluster) -> None:
+    """Its graph holds activations: they must not stay until some thousand objects more were made."""
+    workers.run(0, _backward_without_collectors)
+    for rank in range(2):
+        workers.run(rank, g.context_is_freed)
+
+
 def _unused(mode: str | None) -> list[int]:
     a, b = torch.rand(2, 2, requires_grad=True), torch.rand(2, 2, requires_grad=True)
     seen: list[int] = []

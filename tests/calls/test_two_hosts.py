@@ -159,7 +159,7 @@ def test_calls_go_on_soon_after_a_long_cut_and_run_at_most_once(hosts: Hosts) ->
 
 
 def _is_probed() -> bool:
-    return rpc.api.current_agent().peers.connect("worker1")._is_probed
+    return rpc.api.current_agent().peers.connect("worker1")._probe.is_due
 
 
 def test_a_connection_is_probed_only_while_calls_are_open(hosts: Hosts) -> None:

@@ -12,7 +12,8 @@ import torch
 
 import farprop.rpc as rpc
 from farprop.errors import ConnectionLostError, RpcTimeoutError
-from farprop.runtime.client_connection import ClientConnection, Waiter
+from farprop.runtime.answer_reader import Waiter
+from farprop.runtime.client_connection import ClientConnection
 from tests.calls import functions as f
 from tests.support.workers import cluster
 

@@ -57,7 +57,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted")
     finally:
-        forkserver.stop_server()
+        forkserver.stop_servers()
         shutil.rmtree(private, ignore_errors=True)
     print(table(reports))
     if arguments.json is not None:

@@ -29,8 +29,9 @@ from tests.chaos.operations import Operation, Operations
 from tests.support.clocks import now
 
 _START_SECONDS = 30.0
-_END_SECONDS = 5.0
+_END_SECONDS = 10.0
 _SECONDS = 5.0
+_FLOOD_SECONDS = 20.0
 _SHORT_SECONDS = 1.0  # less than some stops last
 _PAUSE = 0.002  # between operations
 _WIDTH = 32
@@ -80,6 +81,8 @@ class Job:
 
     def seconds(self) -> float:
         """The deadline of the next operation."""
+        if self.setting.fault == "flood":
+            return _FLOOD_SECONDS  # what the flooding worker sends to the same one, for others too, is behind its flood
         return self.dice.choice((_SHORT_SECONDS, _SECONDS)) if RpcTimeoutError in self.setting.errors else _SECONDS
 
     def begin(self, attempt: int) -> bool:
@@ -162,7 +165,10 @@ class Calls(Job):
 
     def finish(self, survivors: Sequence[int]) -> None:
         for rank in survivors:
-            self.operations.run("go on", _SECONDS, lambda left, rank=rank: _product(f"worker{rank}", left), _is_product)
+            # Twice as long: who was cut off dials every three seconds.
+            self.operations.run(
+                "go on", 2 * _SECONDS, lambda left, rank=rank: _product(f"worker{rank}", left), _is_product
+            )
 
     def end(self) -> None:
         self.operations.run("shutdown", _END_SECONDS, lambda left: rpc.shutdown(timeout=left()))
@@ -218,7 +224,7 @@ def flood(rank: int, target: str, calls: int, size: int) -> list[Operation]:
         return [future.wait() for future in futures]
 
     right = [size] * calls if size else list(range(calls))
-    operations.run("flood", 4 * _SECONDS, all_at_once, lambda values: values == right)
+    operations.run("flood", _FLOOD_SECONDS, all_at_once, lambda values: values == right)
     return operations.done
 
 
@@ -515,7 +521,7 @@ class Ddp(Job):
                 init_method=f"file://{self.setting.directory}/{name}",
                 rank=rank,
                 world_size=size,
-                timeout=timedelta(seconds=_SECONDS),
+                timeout=timedelta(seconds=2 * _SECONDS),  # also that of its collectives
             ),
         ).right
 
@@ -525,7 +531,7 @@ class Ddp(Job):
         while made.right and self._train(made.value, number, self.setting.size).right:
             # All ranks have to stop at the same step.
             late = torch.tensor([float(now() >= until)])
-            agreed = self.operations.run("all_reduce", _SECONDS, lambda left, late=late: dist.all_reduce(late))
+            agreed = self.operations.run("all_reduce", 2 * _SECONDS, lambda left, late=late: dist.all_reduce(late))
             if not agreed.right or late.item():
                 break
             number += 1
@@ -589,6 +595,11 @@ JOBS: dict[str, tuple[type[Job], int]] = {
 # What the driver calls
 
 _job: Job | None = None
+
+
+def is_ready() -> bool:
+    """This process has imported everything: on a loaded machine that takes longer than joining may."""
+    return True
 
 
 def begin(setting: Setting, rank: int) -> bool:

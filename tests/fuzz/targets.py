@@ -42,6 +42,7 @@ def frames() -> Target:
 def messages() -> Target:
     """The heads of messages, and payloads that are not pickles. The first byte selects the parser."""
     from farprop.errors import ProtocolError
+    from farprop.protocol import first_failure, recording
     from farprop.protocol.backward import WHOLE
     from farprop.wire.message import (
         ANSWER,
@@ -54,6 +55,7 @@ def messages() -> Target:
         unpack_operations,
         unpack_share,
     )
+    from farprop.wire.trace_head import TraceHead
 
     def heads(data: bytes) -> None:
         message = Message(data[2:], [], flags=data[0] if data else 0, kind=ANSWER if data[1:2] > b"\x7f" else REQUEST)
@@ -87,7 +89,21 @@ def messages() -> Target:
     def operations(data: bytes) -> None:
         assert len(unpack_operations(data)) <= len(data)
 
-    parsers = [heads, context, share, head, operations, answer]
+    def trace(data: bytes) -> None:
+        TraceHead.parse(data)
+
+    def command(data: bytes) -> None:
+        recording.unpack(data, recording.Command)
+
+    def recorded(data: bytes) -> None:
+        assert len(recording.unpack(data, recording.Recorded).events) <= len(data)
+
+    def last_words(data: bytes) -> None:
+        said = first_failure.cleaned(data.decode(errors="replace"))
+        assert len(said) <= first_failure.MAX_TEXT
+        assert said.isprintable()
+
+    parsers = [heads, context, share, head, operations, answer, trace, command, recorded, last_words]
 
     def run(data: bytes) -> None:
         if data:
@@ -115,7 +131,7 @@ def group_frames() -> Target:
 
         def handle(self, peer: int, kind: FrameKind, text: str) -> None:
             if kind == FrameKind.GOODBYE:
-                self.state.on_peer_left(peer)
+                self.state.on_peer_left(peer, *text.partition(" ")[::2])
             elif kind == FrameKind.GROUP_FAILED:
                 self.state.on_peer_failure(peer, *text.partition(" ")[::2])
 
@@ -211,7 +227,9 @@ def seeds(name: str) -> list[bytes]:
 
     from farprop.distributed.native import framing as groups
     from farprop.ids import GlobalId
+    from farprop.protocol import recording
     from farprop.protocol.backward import Credit, CreditShare, PassId, Series
+    from farprop.protocol.events import Span
     from farprop.protocol.handshake import VERSION
     from farprop.protocol.references.control_plane import Operation, OperationKind
     from farprop.protocol.references.records import Fork
@@ -231,6 +249,7 @@ def seeds(name: str) -> list[bytes]:
         pack_operations,
         pack_share,
     )
+    from farprop.wire.trace_head import TraceHead
     from tests.support.raw_messages import pack, pack_fork, pack_forks
 
     one, two = GlobalId(1, 2), GlobalId(3, 4)
@@ -242,6 +261,7 @@ def seeds(name: str) -> list[bytes]:
         torch.eye(3).to_sparse_csr(),
     ]
     hello = b"FARPROP\n" + VERSION.to_bytes(2, "little") + bytes(32)
+    span, operator = Span("pass", "p", 1, 0.0, 1.0, {"bytes": 3}), recording.Operator("aten::add", 1, 0.0, 1.0)
     share = CreditShare(Credit(3, 5), {1: (2, True), 7: (9, False)})
     found = {
         "frames": [
@@ -263,6 +283,10 @@ def seeds(name: str) -> list[bytes]:
             ).pack(),
             b"\4" + pack_operations([Operation(OperationKind.REGISTER, one, two, True)] * 2),
             b"\5" + GradientAnswer([GradientPart(1, share, 2)], share).pack(),
+            b"\6" + TraceHead({"with_stack": True}, {"traceparent": "00-1-2-01"}).pack(),
+            b"\7" + recording.pack(recording.Begin("r", True, 9)),
+            b"\x08" + recording.pack(recording.Recorded(0.0, 1.0, [span], 0, [operator], 0, ["why"], {1: "t"}, 1, 0.5)),
+            b"\x09w1 failed first: ValueError: \x1b[31m\xff",
         ],
         "group_frames": [
             b"\3" + groups.HEARTBEAT + groups.pack(groups.FrameKind.MESSAGE, 1, "int8", 4) + b"data",

@@ -13,6 +13,7 @@ from farprop.distributed import ProcessGroup, Work
 from farprop.distributed.interop import NO_TIMEOUT
 from farprop.distributed.work import completed
 from farprop.errors import CollectiveTimeoutError
+from farprop.rpc.store import await_listener
 
 
 class StoreGroup(ProcessGroup):
@@ -79,4 +80,6 @@ class ThreeGroup(ProcessGroup):
 def job_store(rank: int, world_size: int) -> dist.TCPStore:
     """The store of the workers of a test."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank:
+        await_listener(address, port, 50)  # the store would sleep for up to a second
     return dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timedelta(seconds=50))

@@ -22,6 +22,8 @@ references: dict[str, rpc.RRef[Any]] = {}
 def release() -> None:
     """End whatever hangs on this worker."""
     released.set()
+    if held.locked():
+        held.release()
     for future in never_set:
         future.set_result(None)
 
@@ -54,8 +56,8 @@ def hold_the_lock_of_the_interpreter(pipe: str) -> None:
 
 def holding_a_lock(to: str) -> None:
     """Hold this worker's lock while another worker calls back."""
-    with held:
-        rpc.rpc_sync(to, call_back, (rpc.get_worker_info().name,), timeout=0)
+    held.acquire()  # until ``release``
+    rpc.rpc_sync(to, call_back, (rpc.get_worker_info().name,), timeout=0)
 
 
 def call_back(to: str) -> None:
@@ -63,10 +65,8 @@ def call_back(to: str) -> None:
 
 
 def take_the_lock() -> None:
-    while not held.acquire(timeout=0.05):
-        if released.is_set():
-            return
-    held.release()
+    with held:  # asleep all the time, as inspection says
+        pass
 
 
 def set_reference(name: str, rref: rpc.RRef[Any]) -> None:

@@ -20,7 +20,9 @@ import farprop.autograd as dist_autograd
 import farprop.inspect
 import farprop.rpc as rpc
 from farprop.errors import RpcTimeoutError
+from farprop.runtime.agent_registry import current_agent
 from tests.inspection import functions as f
+from tests.references.looking import wait_until
 from tests.support.workers import Cluster, cluster
 
 _TIMEOUT = 0.5
@@ -29,24 +31,15 @@ _ENV = {"FARPROP_JOB_NAME": "hangs"}
 
 
 def command(*args: str) -> subprocess.CompletedProcess[str]:
-    """Run the command ``farprop`` as a user would, outside of the job.
-
-    It was killed by SIGSEGV once in some hundred runs, for a reason that is not known yet: then it says where, and is
-    run again.
-    """
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-X", "faulthandler", "-m", "farprop", *args],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-            env=os.environ,
-        )
-        if done.returncode >= 0:
-            break
-        print(f"farprop {' '.join(args)} was killed by signal {-done.returncode}:\n{done.stderr}", file=sys.stderr)
-    return done
+    """Run the command ``farprop`` as a user would, outside of the job."""
+    return subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-m", "farprop", *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=os.environ,
+    )
 
 
 def _call(to: str, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> tuple[str, list[str], Any, float]:
@@ -141,8 +134,8 @@ def test_two_values_that_are_made_from_each_other_are_a_cycle() -> None:
     with cluster(3, env=_ENV, options={"num_worker_threads": 4}) as job:
         job.run(0, _make_two)
         (note,) = job.run(0, _noted)
-        assert re.search(r"^worker0 waits for worker1\.FETCH .*, which waits for the value that worker1\.fetch", note)
-        assert "which waits for worker2.FETCH" in note, note
+        assert re.search(r"^worker0 waits for worker1\.to_here .*, which waits for the value that worker1\.fetch", note)
+        assert "which waits for worker2.to_here" in note, note
         assert note.endswith(": a cycle"), note
 
 
@@ -233,6 +226,25 @@ def test_nested_calls_are_part_of_the_first() -> None:
         waiting.result()
 
 
+def _call_many_times() -> None:
+    for _ in range(600):
+        rpc.rpc_async("worker1", f.wait_here, timeout=0)
+
+
+def _waited_for() -> list[str]:
+    snapshot = current_agent().inspector.snapshots.snapshot()
+    return [call.function for call in snapshot.awaited if call.is_waited_for and not call.system]
+
+
+def test_call_that_a_thread_waits_for_is_not_left_out_for_older_ones() -> None:
+    with cluster(2, env=_ENV) as job:
+        job.run(0, _call_many_times)
+        waiting = job.start(0, rpc.rpc_sync, "worker1", f.has_begun, timeout=0)
+        wait_until(lambda: job.run(0, _waited_for) == [f"{f.__name__}:has_begun"])
+        job.run(1, f.release)
+        waiting.result()
+
+
 class _Slow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -260,7 +272,7 @@ def _slow_pass() -> tuple[list[str], float]:
 def test_backward_pass_that_takes_too_long() -> None:
     with cluster(2, env=_ENV) as job:
         notes, seconds = job.run(0, _slow_pass)
-        pattern = r"worker0 waits for worker1\.GRADIENTS .*: worker1 has been in `GRADIENTS` for .* `wait_here`"
+        pattern = r"worker0 waits for worker1\.gradients .*: worker1 has been in `gradients` for .* `wait_here`"
         assert re.search(pattern, notes[0]), notes
         assert seconds < _TIMEOUT + _GRACE
         job.run(1, f.release)

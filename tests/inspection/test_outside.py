@@ -69,8 +69,8 @@ def test_commands_print_text_and_json(name: str, capsys: pytest.CaptureFixture[s
         if name in ("calls", "stacks", "why"):
             assert "functions.py" in text
         if name == "stacks":
-            assert "waits for wait_here, call worker0>worker1#" in text
-            assert "runs wait_here, call worker0>worker1#" in text
+            assert "waits for worker1.wait_here, call worker0>worker1#" in text
+            assert "runs wait_here for worker0, call worker0>worker1#" in text
             assert "client_connection.py" not in text  # farprop's own frames are left out
         job.run(1, f.release)
         waiting.result()

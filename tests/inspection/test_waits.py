@@ -81,8 +81,8 @@ def test_cycle() -> None:
 def test_value_that_another_call_makes() -> None:
     fetch, maker = _call("w0", "w1", 2), _call("w0", "w1", 1)
     answers: dict[str, Answer] = {
-        "w0": _snapshot("w0", [_awaited(fetch, "FETCH")], []),
-        "w1": _snapshot("w1", [], [_served(fetch, "FETCH", UNFINISHED, value_of=maker), _served(maker, "build")]),
+        "w0": _snapshot("w0", [_awaited(fetch, "to_here")], []),
+        "w1": _snapshot("w1", [], [_served(fetch, "to_here", UNFINISHED, value_of=maker), _served(maker, "build")]),
     }
     assert "which waits for the value that w1.build makes (12 s): w1 has been in `build` for 12 s" in _why(answers)
 

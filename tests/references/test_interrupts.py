@@ -31,11 +31,8 @@ def _interrupt_before_sending() -> Iterator[None]:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    connection = current_agent().peers.connect("worker1")
-    with (
-        mock.patch.object(connection, "_most_outbox", -1),
-        mock.patch.object(connection, "_wait_for_room", interrupted),
-    ):
+    room = current_agent().peers.connect("worker1")._room
+    with mock.patch.object(room, "most_outbox", -1), mock.patch.object(room, "wait", interrupted):
         yield
 
 

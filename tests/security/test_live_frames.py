@@ -14,12 +14,12 @@ from farprop.wire.message import (
     FAILURE,
     FAST,
     NOTICE,
-    PROFILED,
     REFS,
     REMOTE,
     REQUEST,
     RETURNS,
     SYSTEM,
+    TRACED,
 )
 from tests.security.raw import memory, proven, serves
 from tests.support.raw_messages import pack, pack_fork, pack_forks
@@ -33,7 +33,7 @@ NAMES = (b"builtins:abs", b"", b"\xff", b"no.such:thing", b"builtins:", b":", b"
 def _random_message(chance: random.Random) -> bytes:
     """A random message that passes, or nearly passes, the checks of the header."""
     flags = 0
-    for flag in (SYSTEM, PROFILED, FAST, REFS, REMOTE, CONTEXT):
+    for flag in (SYSTEM, TRACED, FAST, REFS, REMOTE, CONTEXT):
         flags |= flag * (chance.random() < 0.3)
     flags |= RETURNS * (chance.random() < 0.03)  # no worker sends that in a request
     meta = b""

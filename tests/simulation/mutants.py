@@ -148,6 +148,12 @@ def lent_and_not_awaited(self: OwnerSide, fork: Fork, sender: int) -> UserRefere
     return value
 
 
+@mutant(OwnerSide, "find_lent")
+def lent_and_found_too_early(self: OwnerSide, fork: Fork, sender: int) -> OwnedValue | None:
+    """A lent reference to a value that is awaited is taken as if the value were made."""
+    return self.values.get(fork.rref)
+
+
 @mutant(ForksInTransit, "release")
 def accepted_is_gone(self: ForksInTransit, fork: GlobalId, listed: bool) -> None:
     """The owner removes a fork from its list when the fork is accepted."""

@@ -250,7 +250,7 @@ class Worker:
             program.hand_over(self, things)
 
     def _arrive(self, fork: Fork, sender: int, call: Call, borrow: bool) -> UserReference | OwnedValue:
-        thing = self.machine.arrive(fork, sender, borrow)
+        thing = self.machine.find_lent(fork, sender) or self.machine.arrive(fork, sender, borrow)
         if isinstance(thing, UserReference) and thing.state is User.VOID:
             if fork.lent:
                 checks.void_lent(self, thing, call)

@@ -32,7 +32,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from tests.support import clocks, disks, hosts, leaks, lock_order
+from tests.support import clocks, disks, hosts, leaks
 
 
 class Check(Enum):
@@ -116,7 +116,6 @@ def _set_up(setup: Setup) -> None:
     # Pytest makes warnings errors in its own process only.
     warnings.filterwarnings("error", module=r"farprop(\.|$)")
     torch.set_num_threads(1)
-    lock_order.install_if_wanted()
 
 
 class Child:

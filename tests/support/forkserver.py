@@ -33,11 +33,15 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tests.support import leaks
+from tests.support import leaks, lock_order
 
-# Farprop is not among these: a child imports it after its own environment is in place. Pytest is: test
-# modules import it, and a child imports the test module of the function that it is to run.
-PRELOAD = ("torch", "torch.distributed", "cloudpickle", "pytest", "tests.support.child")
+# Farprop reads its settings when it is initialised, not when it is imported, so children need not import it anew.
+# Pytest is here because a child imports the test module of the function that it is to run, and torch's DTensor because
+# ``torch.testing.assert_close`` imports it, with sympy, which takes a second.
+PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "cloudpickle", "pytest", "tests.support.child")
+_FARPROP = ("farprop.rpc", "farprop.nn.parallel")
+# In a worker's environment: it has not imported farprop yet.
+WITHOUT_FARPROP = "TESTS_WITHOUT_FARPROP"
 
 START_TIMEOUT = 120.0
 _ROOT = Path(__file__).parents[2]
@@ -58,9 +62,14 @@ class Forked:
 
 
 class ForkServer:
-    """The caller's side. Safe to use from several threads."""
+    """The caller's side. Safe to use from several threads.
 
-    def __init__(self, preload: Sequence[str] = PRELOAD) -> None:
+    Args:
+        preload: the modules that children find imported.
+        checks_locks: whether locks that are made during the import check their order.
+    """
+
+    def __init__(self, preload: Sequence[str], checks_locks: bool) -> None:
         self._lock = threading.Lock()
         self._log = os.memfd_create("fork-server-log")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -73,7 +82,12 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 cwd=_ROOT,
                 # Threads of a maths library would not survive the fork.
-                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "OPENBLAS_NUM_THREADS": "1",
+                    lock_order.VARIABLE: str(int(checks_locks)),
+                },
             )
         leaks.exempt(pid=self._process.pid)
         leaks.exempt(fd=self._control.fileno())
@@ -117,30 +131,35 @@ class ForkServer:
         return os.pread(self._log, 1 << 20, 0).decode(errors="replace")
 
 
-_server: ForkServer | None = None
-_server_lock = threading.Lock()
+_servers: dict[tuple[bool, bool], ForkServer] = {}  # by the arguments of ``server``
+_servers_lock = threading.Lock()
 
 
-def server() -> ForkServer:
-    """The fork server of this process, started at first use."""
-    global _server
-    with _server_lock:
-        if _server is not None and not _server.alive():
-            _server.stop()
-            _server = None
-        if _server is None:
-            _server = ForkServer()
-        return _server
+def server(checks_locks: bool = False, with_farprop: bool = True) -> ForkServer:
+    """A fork server of this process, started at first use.
+
+    Args:
+        checks_locks: whether the locks of its children check their order.
+        with_farprop: whether its children find farprop imported.
+    """
+    key = checks_locks, with_farprop
+    with _servers_lock:
+        found = _servers.get(key)
+        if found is not None and not found.alive():
+            _servers.pop(key).stop()
+            found = None
+        if found is None:
+            preload = PRELOAD + _FARPROP if with_farprop else PRELOAD
+            found = _servers[key] = ForkServer(preload, checks_locks)
+        return found
 
 
 @atexit.register
-def stop_server() -> None:
-    """End this process's server, if it has one."""
-    global _server
-    with _server_lock:
-        if _server is not None:
-            _server.stop()
-            _server = None
+def stop_servers() -> None:
+    """End this process's servers, if it has any."""
+    with _servers_lock:
+        while _servers:
+            _servers.popitem()[1].stop()
 
 
 # The server's side.
@@ -150,8 +169,11 @@ def main() -> None:
     """Import what children need, then fork one for each request until the caller goes away."""
     control = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(control.fileno(), False)
+    lock_order.install_if_wanted()
     for name in sys.argv[2:]:
         importlib.import_module(name)
+    # A child may have no room to write files in, and Python does not notice that it wrote half of one.
+    sys.dont_write_bytecode = True
     leaks.warm_up()
     leaks.mark_semaphores()
     # A thread that has been joined may still be listed for a moment.

@@ -22,8 +22,9 @@ from typing import Any
 
 import cloudpickle
 
+from tests.support import forkserver, lock_order
 from tests.support.child import Check, Failure, Setup
-from tests.support.forkserver import Forked, server
+from tests.support.forkserver import Forked
 
 Environment = Mapping[str, str | None]
 
@@ -179,7 +180,9 @@ class WorkerGroup:
     def __enter__(self) -> WorkerGroup:
         try:
             for rank, environ in enumerate(self._environs):
-                self.workers.append(Worker(rank, server().fork()))
+                checks_locks = environ.get(lock_order.VARIABLE) == "1"
+                with_farprop = forkserver.WITHOUT_FARPROP not in environ
+                self.workers.append(Worker(rank, forkserver.server(checks_locks, with_farprop).fork()))
                 self.workers[-1].set_up(environ, self._full_exit)
         except BaseException as error:
             self._thread.start()

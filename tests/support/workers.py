@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from tests.support.child import Check
@@ -135,8 +136,13 @@ class Cluster:
         return self._group.workers[rank].pid
 
     def signal(self, rank: int, signum: int) -> None:
-        """Send that process a signal, such as SIGSTOP."""
+        """Send that process a signal. After SIGSTOP, return when all of its threads have stopped."""
         self._group.workers[rank].signal(signum)
+        deadline = time.monotonic() + self._timeout
+        while signum == signal.SIGSTOP and not _is_stopped(self.pid(rank)):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"worker{rank} does not stop")
+            time.sleep(0.001)
 
     def kill(self, rank: int) -> None:
         """Kill that process, and wait until it is gone."""
@@ -314,3 +320,12 @@ def _shutdown_rpc(module: str, graceful: bool) -> None:
     except RuntimeError:
         return  # the test has shut it down already
     rpc.shutdown(graceful=graceful)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether no thread of a process runs any more."""
+    try:
+        states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # a thread has just ended
+    return all(state in "TtZX" for state in states)

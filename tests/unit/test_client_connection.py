@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from farprop.errors import ConnectionLostError
-from farprop.runtime.client_connection import ClientConnection, FutureCall, Waiter
+from farprop.runtime.answer_reader import Waiter
+from farprop.runtime.client_connection import ClientConnection
 from farprop.runtime.event_loop import HANGUP, IN
+from farprop.runtime.future_call import FutureCall
 from farprop.runtime.spinner import Activity
 from farprop.transport.connection import Connection
 from farprop.transport.shared_memory import SegmentPool
@@ -245,8 +247,8 @@ def test_reader_whose_descriptor_was_closed_and_used_again_does_not_hang() -> No
 def test_requests_that_are_sent_together_do_not_end_the_probing() -> None:
     """Otherwise a call after them would learn only at its deadline that the other host has vanished."""
     client, theirs, _, _ = make_client(StubLoopWithJobs())
-    client._is_probed = False  # as on a connection to another host
+    client._probe.is_due = False  # as on a connection to another host
     client._uncork()
-    assert not client._is_probed
+    assert not client._probe.is_due
     client.lose("the test ends")
     theirs.close()

@@ -72,7 +72,7 @@ def test_timeout_names_the_ranks_that_did_not_arrive():
 def test_rank_that_left_fails_only_collectives_that_wait_for_it():
     ours = CollectiveConsistency(0, 3)
     ours.begin("a")
-    ours.on_peer_left(1)
+    ours.on_peer_left(1, "", "")
     ours.on_peer_lost(1, "its connection has closed")
     assert ours.wait_error([2]) is None
     assert isinstance(ours.wait_error([1, 2]), RankLostError)
@@ -80,6 +80,17 @@ def test_rank_that_left_fails_only_collectives_that_wait_for_it():
     assert ours.begin("b") == 2
     assert ours.wait_error([2]) is None
     assert "Rank 1 has left the group" in str(ours.wait_error([1]))
+
+
+def test_who_leaves_a_broken_group_says_why():
+    """Rank 0 broke the group, rank 1 leaves because of that, and rank 3 hears rank 1 first."""
+    ours = CollectiveConsistency(3, 4)
+    ours.begin("a")
+    ours.on_peer_left(1, "CollectiveError", "Rank 0 gave up: its disk is full")
+    assert str(ours.wait_error([0, 1])) == "Rank 0 gave up: its disk is full"
+    assert ours.is_announced
+    ours.on_peer_failure(0, "CollectiveError", "its disk is full")
+    assert str(ours.failure) == "Rank 0 gave up: its disk is full"
 
 
 def test_first_failure_is_kept():

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from farprop.errors import ConnectionLostError
 from farprop.protocol.references.control_plane import Batch, ControlReply
-from farprop.runtime.client_connection import FutureCall
+from farprop.runtime.future_call import FutureCall
 from farprop.runtime.references import control_sender
 from farprop.runtime.references.control_sender import ControlSender
 from farprop.runtime.timers import TimerHandle, TimerHeap
@@ -38,7 +39,10 @@ class Transport:
     def is_ready(self, rank: int) -> bool:
         return True
 
-    def send_batch(self, rank: int, batch: Batch, call: FutureCall) -> None:
+    def connect(self, rank: int, timeout: float) -> Any:
+        return rank
+
+    def send_batch(self, connection: Any, batch: Batch, call: FutureCall) -> None:
         self.sent += 1
 
     def submit(self, function: Any, *args: Any) -> None:
@@ -111,3 +115,16 @@ def test_nothing_is_sent_after_close(transport: Transport) -> None:
     transport.run_until(1000.0)
     assert transport.sent == 1
     assert not len(transport.timers)
+
+
+def test_peer_for_which_there_is_nothing_is_not_dialled(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be dead: to dial it would fail, and be tried again for ever."""
+    transport.waiting = None
+    monkeypatch.setattr(transport, "connect", _refuse)
+    sender = _sender(transport)
+    sender.send(ANN)
+    assert sender.under_way == 0
+
+
+def _refuse(rank: int, timeout: float) -> None:
+    raise ConnectionLostError("it has died")

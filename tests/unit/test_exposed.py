@@ -123,5 +123,5 @@ def test_restricted_jobs_list_every_internal_method() -> None:
     from farprop.rpc import restricted
 
     assert {method.value for method in Method} <= set(restricted._INTERNAL)
-    with pytest.raises(NotExposedError, match="method 30"):
-        restricted._vet(b"\x1e", 1, "worker1", (), {})
+    with pytest.raises(NotExposedError, match="method 29"):
+        restricted._vet(b"\x1d", 1, "worker1", (), {})

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from farprop.errors import ProtocolError
 from farprop.wire import frames
 from farprop.wire.frames import FrameReader
-from farprop.wire.message import ANSWER, FORGET, HEADER, NOTICE, PROFILED, REQUEST, SYSTEM, Message
+from farprop.wire.message import ANSWER, FORGET, HEADER, NOTICE, REQUEST, SYSTEM, TRACED, Message
 from tests.support.raw_messages import pack
 
 CAP = 1 << 30
@@ -50,7 +50,7 @@ def frame_and_bytes(draw: Any) -> tuple[dict[str, Any], list[bytes]]:
             inline.append(random.Random(size).randbytes(size))
     frame = {
         "kind": draw(st.sampled_from([REQUEST, ANSWER, NOTICE])),
-        "flags": draw(st.sampled_from([0, SYSTEM, PROFILED, FORGET])),
+        "flags": draw(st.sampled_from([0, SYSTEM, TRACED, FORGET])),
         "call_id": draw(st.integers(0, 2**64 - 1)),
         "seconds": draw(st.floats(0, 1e6)),
         "name": draw(st.binary(max_size=50)),

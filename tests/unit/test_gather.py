@@ -9,6 +9,8 @@ import pytest
 
 from farprop.errors import ConnectionLostError, FarpropError, RpcTimeoutError, UsageError
 from farprop.protocol.gather import AwaitRelease, Broadcast, Failure, Finish, GatherMachine, Key, Release, SendValue
+from farprop.runtime.dialer import WrongPeerError
+from farprop.runtime.gather import Gathers
 
 ABC = ("a", "b", "c")
 KEY = Key(ABC, 0)
@@ -247,10 +249,27 @@ def test_simulation_detects_a_follower_that_does_not_wait_for_its_release(monkey
             _World(seed).run()
 
 
-def test_late_worker_is_not_blamed_for_a_death() -> None:
+@pytest.mark.parametrize("error", [ConnectionLostError, WrongPeerError])
+def test_late_worker_is_not_blamed_for_a_death(error: type[ConnectionLostError]) -> None:
     """It raised ``UsageError``, as if the program of the late worker were wrong."""
     leader = GatherMachine()
     leader.begin("a", ABC, 1, 5.0)
-    leader.on_lost(KEY, "b", ConnectionLostError("b is gone"))
+    leader.on_lost(KEY, "b", error("b is gone"))
     with pytest.raises(ConnectionLostError, match="c came too late: a has finished gather 0 of a, b, c: b is gone"):
         leader.on_value(KEY, "c", 3)
+
+
+def test_gather_whose_begin_was_interrupted_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others who take part in it hear of that: a ``KeyError`` came from the leader."""
+    gathers = Gathers()
+    begin = gathers._machine.begin
+
+    def interrupted(*args: Any) -> Any:
+        begin(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gathers._machine, "begin", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gathers.begin("a", {"a", "b"}, 1, 5.0, lambda key: None)
+    with pytest.raises(ConnectionLostError, match="interrupted"):
+        gathers.on_value(Key(("a", "b"), 0), "b", 2)

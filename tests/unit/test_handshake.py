@@ -225,3 +225,19 @@ def test_any_input_gives_bytes_or_one_of_two_errors(pieces: list[bytes], start: 
         except (ProtocolError, AuthenticationError):
             assert end.state == REFUSED
         assert end.state not in (PROVEN, READY)
+
+
+@pytest.mark.parametrize("piece", [1, 41, 1000])
+def test_the_dialer_reads_nothing_that_comes_after_the_handshake(piece: int) -> None:
+    """A listener that fails says its last words at once, maybe in the same packet as its welcome."""
+    dialer, listener = ends()
+    to_dialer = listener.receive(dialer.start())
+    while dialer.state != READY:
+        count = min(piece, dialer.wanted)
+        assert count > 0
+        now, to_dialer = to_dialer[:count], to_dialer[count:]
+        to_listener = dialer.receive(now)
+        if to_listener:
+            listener.receive(to_listener)
+            to_dialer += listener.welcome() + b"last words"
+    assert to_dialer == b"last words"

@@ -23,12 +23,12 @@ from farprop.wire.message import (
     MAX_ENDED,
     MAX_SECONDS,
     NOTICE,
-    PROFILED,
     REFS,
     REMOTE,
     REQUEST,
     RETURNS,
     SYSTEM,
+    TRACED,
     AutogradHead,
     Bundle,
     Creation,
@@ -40,6 +40,7 @@ from farprop.wire.message import (
     pack_operations,
     unpack_operations,
 )
+from farprop.wire.trace_head import TraceHead
 
 shorts = st.integers(0, 2**16 - 1)
 longs = st.integers(0, 2**64 - 1)
@@ -92,9 +93,9 @@ def test_heads_round_trip(
     seconds: float | None,
 ) -> None:
     sent = Message(payload, [], flags=other_flags, kind=kind, call_id=7, seconds=seconds, name=b"module:function")
-    for flag, head in ((REFS, refs), (REMOTE, creation), (CONTEXT, autograd), (PROFILED, profile)):
+    for flag, head in ((REFS, refs), (REMOTE, creation), (CONTEXT, autograd), (TRACED, profile)):
         sent.flags |= flag if head is not None else 0
-    sent.refs, sent.creation, sent.autograd, sent.profile = refs or (), creation, autograd, profile or b""
+    sent.refs, sent.creation, sent.autograd, sent.trace = refs or (), creation, autograd, profile or b""
     if returned is not None and kind == ANSWER:
         sent.flags |= RETURNS
         sent.returned = returned
@@ -103,7 +104,7 @@ def test_heads_round_trip(
         assert getattr(got, field) == getattr(sent, field), field
     assert list(got.refs) == list(sent.refs)
     assert list(got.returned) == list(sent.returned)
-    assert bytes(got.profile) == sent.profile
+    assert bytes(got.trace) == sent.trace
     assert bytes(got.payload) == payload
 
 
@@ -260,3 +261,21 @@ def test_garbage_gradient_answers_parse_or_are_a_protocol_error(data: bytes) -> 
     except ProtocolError:
         return
     assert len(found.parts) <= len(data)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    data=st.binary(max_size=100) | st.sampled_from([b"{}", b'{"carrier": {"a": 1}}', b'{"profile": {"x": 2}}', b"[]"])
+)
+def test_garbage_trace_heads_parse_or_are_a_protocol_error(data: bytes) -> None:
+    try:
+        head = TraceHead.parse(data)
+    except ProtocolError:
+        return
+    assert TraceHead.parse(head.pack()) == head
+
+
+def test_trace_head_round_trips() -> None:
+    head = TraceHead({"with_stack": True}, {"traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01"})
+    assert TraceHead.parse(memoryview(head.pack())) == head
+    assert TraceHead().pack() == b"{}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from farprop.ids import GlobalId
@@ -199,12 +201,15 @@ def test_user_lends_to_owner(job: Job) -> None:
     lent = job[ANN].lend(reference, OWNER)
     assert lent is not None
     assert lent.lent
-    assert job[OWNER].arrive(lent, ANN) is value
+    assert job[OWNER].find_lent(lent, ANN) is job[OWNER].arrive(lent, ANN) is value
     assert job.exchange() == []
+    assert job[OWNER].find_lent(fork, ANN) is None
+    assert job[OWNER].find_lent(lent, BOB) is None
     # From somebody who does not hold it, or after it was dropped, it is void.
     assert as_user_reference(job[OWNER].arrive(lent, BOB)).state is User.VOID
     job[ANN].drop(reference)
     assert job.exchange() == [OperationKind.DELETE]
+    assert job[OWNER].find_lent(lent, ANN) is None
     assert as_user_reference(job[OWNER].arrive(lent, ANN)).state is User.VOID
 
 
@@ -226,6 +231,7 @@ def test_lent_reference_keeps_an_awaited_value(job: Job) -> None:
     job.exchange()
     lent = job[BOB].lend(reference, OWNER)
     assert lent is not None
+    assert job[OWNER].find_lent(lent, BOB) is None
     value = job[OWNER].arrive(lent, BOB)
     assert isinstance(value, OwnedValue)
     job[BOB].drop(reference)
@@ -421,6 +427,26 @@ def test_awaited_value_of_an_unsent_call_breaks(job: Job) -> None:
     assert value.state is Value.BROKEN
     job[BOB].drop(child)
     job[ANN].drop(reference)
+    job.exchange()
+    job.assert_nothing_left()
+
+
+def test_awaited_value_breaks_whose_call_went_to_an_earlier_process(job: Job) -> None:
+    """BOB gets the reference after another process has taken OWNER's place; ANN sent it before she knew of that."""
+    reference = job[ANN].create(OWNER)
+    fork = job[ANN].fork(reference, BOB, ROUTE)
+    job[ANN].drop(reference)
+    job.machines[OWNER] = RRefStateMachine(OWNER, itertools.count(1000))
+    child = as_user_reference(job[BOB].arrive(fork, ANN))
+    job.exchange(OWNER, BOB)
+    value = job[OWNER].find(reference.rref)
+    assert value is not None
+    assert value.state is Value.AWAITED
+    job[ANN].died(OWNER)
+    job[ANN].replaced(OWNER)
+    job.exchange()
+    assert value.state is Value.BROKEN
+    job[BOB].drop(child)
     job.exchange()
     job.assert_nothing_left()
 

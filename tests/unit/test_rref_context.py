@@ -13,13 +13,13 @@ from farprop.errors import ConnectionLostError, ReferenceLostError, UsageError
 from farprop.ids import GlobalId
 from farprop.protocol.references.control_plane import Batch, ControlReply, Operation, OperationKind
 from farprop.protocol.references.records import Fork, OwnedValue
-from farprop.runtime.client_connection import FutureCall
+from farprop.runtime.future_call import FutureCall
 from farprop.runtime.references.owned_values import ValueSlot
 from farprop.runtime.references.rref_context import RRefContext
 from farprop.runtime.references.user_references import RRefHandle
 from farprop.runtime.timers import TimerHandle, TimerHeap
 from farprop.wire.dialect import PICKLES
-from farprop.wire.message import Message, pack_operations
+from farprop.wire.message import REFS, Message, pack_operations
 
 ME, ANN, BOB = range(3)
 ROUTE = object()
@@ -41,6 +41,7 @@ class StubTransport:
         self.suspected: list[int] = []
         self.timers = TimerHeap()
         self.lockfree_timers = 0
+        self.on_connect: Callable[[], None] = lambda: None
 
     def name_of_rank(self, rank: int) -> str:
         return f"worker{rank}"
@@ -48,10 +49,14 @@ class StubTransport:
     def is_ready(self, rank: int) -> bool:
         return False
 
-    def send_batch(self, rank: int, batch: Batch, call: FutureCall) -> None:
+    def connect(self, rank: int, timeout: float) -> Any:
+        self.on_connect()
+        return rank
+
+    def send_batch(self, connection: Any, batch: Batch, call: FutureCall) -> None:
         if self.batch_failures:
             raise self.batch_failures.pop(0)
-        self.sent.append((rank, batch))
+        self.sent.append((connection, batch))
 
     def submit(self, function: Callable[..., None], *args: Any) -> None:
         if self.job_failures:
@@ -266,6 +271,30 @@ def test_late_news_of_a_death_does_not_concern_the_successor(worker: Worker) -> 
     assert worker.context.died(BOB, "old")
     assert instances.is_dead(BOB, "old")
     assert not instances.is_dead(BOB, "new")
+
+
+def test_operations_for_a_worker_do_not_reach_its_successor(worker: Worker) -> None:
+    """The successor is found when the worker is dialled. It would list a reference that is void here, for ever."""
+    instances, transport = worker.context.instances, worker.transport
+    instances.meet(ANN, "old")
+    fork = Fork(ANN, GlobalId(BOB, 0), GlobalId(BOB, 1), exists=False)
+    message = Message(b"", [])
+    message.refs, message.flags = [fork], REFS
+    worker.context.take_refs(BOB, message)
+    transport.on_connect = lambda: instances.meet(ANN, "new")
+    worker.run_all()
+    worker.run_all()  # what follows from that
+    assert (ANN, OperationKind.REGISTER) not in transport.sent_kinds()
+    assert (BOB, OperationKind.ACCEPT) in transport.sent_kinds()
+
+
+def test_successor_is_told_not_to_wait_for_a_call_to_the_one_before(worker: Worker) -> None:
+    worker.context.instances.meet(ANN, "old")
+    handle = worker.create(ANN)
+    worker.context._do(worker.context._machine.fork, handle.record, BOB, ROUTE)
+    worker.context.instances.meet(ANN, "new")
+    worker.run_all()
+    assert (ANN, OperationKind.RECALL) in worker.transport.sent_kinds()
 
 
 # Messages that were not sent, or may have been

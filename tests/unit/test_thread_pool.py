@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -202,6 +203,39 @@ def test_submitted_jobs_run_even_when_the_pool_closes() -> None:
         pool.submit(ran.append, i)
     pool.close(5.0)
     assert sorted(ran) == list(range(100))
+
+
+def test_many_answers_at_once_do_not_start_a_thread_each(pool: ThreadPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads begin slowly if many want the interpreter's lock, and so does what counts those that have begun."""
+    begin, done = threading.Event(), threading.Semaphore(0)
+    run = pool._run_answers
+
+    def run_later(*args: Any) -> None:
+        begin.wait()
+        run(*args)
+
+    monkeypatch.setattr(pool, "_run_answers", run_later)
+    for _ in range(300):
+        pool.submit(done.release)
+    assert pool.facts()["threads"] <= 40
+    begin.set()
+    for _ in range(300):
+        assert done.acquire(timeout=10)
+
+
+def test_answers_that_wait_make_room_for_others(pool: ThreadPool) -> None:
+    last, done = threading.Event(), threading.Semaphore(0)
+
+    def wait() -> None:
+        with pool.blocked():
+            last.wait()
+        done.release()
+
+    for _ in range(100):
+        pool.submit(wait)
+    pool.submit(last.set)
+    for _ in range(100):
+        assert done.acquire(timeout=10)
 
 
 def test_peers_take_turns() -> None:

@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from farprop.cli.py_spy import dump
-from farprop.cli.tables import BOLD, CYAN, DIM, RED, YELLOW, age, coloured, has_colours, size, table
+from farprop.cli.stacks import blocks_of, layout
+from farprop.cli.tables import BOLD, RED, age, coloured, has_colours, printable, size, table
 from farprop.errors import UsageError
 from farprop.inspect.job import Job
 from farprop.inspect.outside import find, list_jobs
-from farprop.protocol.inspection import Frame, Silence, Snapshot, Thread
+from farprop.protocol.inspection import Silence, Snapshot
 from farprop.protocol.waits import brief, busy_with, listed, short
 
 _CLEAR = "\033[H\033[2J"
@@ -112,6 +112,16 @@ def _workers_text(job: Job) -> str:
 
 
 def _top(arguments: argparse.Namespace) -> int:
+    if not arguments.json and has_colours():
+        try:
+            from farprop.cli import top
+        except ImportError:
+            pass  # without rich there are no rates
+        else:
+            from farprop.dashboard.sources import Outside
+
+            source = Outside(arguments.job, arguments.timeout)
+            return int(not top.run(source, arguments.interval, arguments.count))
     shown = 0
     while True:
         job = _found(arguments)
@@ -226,17 +236,17 @@ def _why(arguments: argparse.Namespace) -> int:
         _print_json(reasons)
         return _code(job)
     for reason in reasons:
-        print(reason.sentence)
+        print(printable(reason.sentence))
     if not reasons:
         print("No call is waited for.")
         for sentence in job.doings().values():
-            print(f"  {sentence}")
+            print(printable(f"  {sentence}"))
     for snapshot in job.snapshots:
         if snapshot.shutting_down is not None:
-            print(f"{snapshot.name} is in shutdown ({age(snapshot.shutting_down)})", end="")
-            print(f", and waits for {listed(snapshot.barrier)}" if snapshot.barrier else "")
+            print(printable(f"{snapshot.name} is in shutdown ({age(snapshot.shutting_down)})"), end="")
+            print(printable(f", and waits for {listed(snapshot.barrier)}") if snapshot.barrier else "")
         if snapshot.queued:
-            print(f"{snapshot.name} has {snapshot.queued} calls in its queue: {busy_with(snapshot)}")
+            print(printable(f"{snapshot.name} has {snapshot.queued} calls in its queue: {busy_with(snapshot)}"))
     _print_silent(job)
     return _code(job)
 
@@ -258,59 +268,5 @@ def _stacks(arguments: argparse.Namespace) -> int:
             }
         )
         return _code(job)
-    for answer in answers:
-        print(coloured(f"{answer.name} (rank {answer.member.rank}, pid {answer.member.pid})", BOLD))
-        if isinstance(answer, Silence):
-            print(coloured(f"  {answer.name} {answer.reason}", RED))
-            print(dump(answer.member))
-        elif answer.discreet:
-            print("  Workers of a restricted job don't tell each other their stacks: run farprop stacks on its host.")
-        else:
-            calls = {row.id: row.function for row in job.all_calls}
-            threads = [thread for thread in answer.threads if arguments.all or _is_of_interest(thread)]
-            print("\n".join(_thread_text(thread, calls, arguments.all) for thread in threads))
-        print()
+    print(layout(blocks_of(job, answers, arguments.all)))
     return _code(job)
-
-
-def _is_of_interest(thread: Thread) -> bool:
-    """Not farprop's own threads while they have nothing to do."""
-    return thread.serves is not None or thread.waits_for is not None or not thread.name.startswith("farprop-")
-
-
-def _thread_text(thread: Thread, calls: dict[str, str], whole: bool) -> str:
-    doing = {True: "computing", False: "asleep", None: ""}[thread.computes]
-    lines = [f"  {coloured(thread.name, CYAN)} ({thread.native_id}) {doing}".rstrip()]
-    if thread.serves is not None:
-        lines.append(f"    runs {_named(str(thread.serves), calls)}")
-    if thread.waits_for is not None:
-        lines.append(coloured(f"    waits for {_named(str(thread.waits_for), calls)}", YELLOW))
-    lines += [_frame_text(frame) for frame in (thread.frames if whole else _programs_frames(thread.frames))]
-    return "\n".join(lines)
-
-
-def _programs_frames(frames: list[Frame]) -> list[Frame]:
-    """The frames without those inside of farprop: of several in a row the outermost stays, which the program called.
-
-    The outermost frames of all are those of the thread that runs the request.
-    """
-    last = max((at for at, frame in enumerate(frames) if _is_ours(frame) and frame.function == "_run"), default=None)
-    shown = frames[:last]
-    return [
-        frame
-        for frame, outer in zip(shown, [*shown[1:], None], strict=True)
-        if not (_is_ours(frame) and outer is not None and _is_ours(outer))
-    ]
-
-
-def _is_ours(frame: Frame) -> bool:
-    return "/farprop/" in frame.file
-
-
-def _named(call: str, calls: dict[str, str]) -> str:
-    return f"{short(calls[call])}, call {call}" if call in calls else f"call {call}"
-
-
-def _frame_text(frame: Frame) -> str:
-    where = f"    {frame.file}:{frame.line} in {frame.function}"
-    return f"{where}\n{coloured(f'      {frame.code}', DIM)}" if frame.code else where

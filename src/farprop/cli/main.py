@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from farprop import __version__
-from farprop.cli import inspection
+from farprop.cli import dashboard, inspection, trace
 from farprop.errors import FarpropError, UsageError
 
 OK = 0
@@ -27,6 +27,7 @@ examples:
   farprop why train          why calls of the job "train" have no answers
   farprop stacks train       the Python stacks of its workers
   farprop calls train --json
+  farprop trace train        record it for five seconds, and write trace.json for Perfetto
 """
 
 
@@ -39,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"farprop {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (inspection,):
+    for module in (inspection, dashboard, trace):
         module.add(commands)
     return parser
 

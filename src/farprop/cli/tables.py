@@ -15,9 +15,15 @@ def has_colours() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
+def printable(text: str) -> str:
+    """A line that workers have written, such as a function's name, without codes that a terminal would obey."""
+    return text if text.isprintable() else "".join(one if one.isprintable() else "?" for one in text)
+
+
 def coloured(text: str, *codes: str) -> str:
-    """The text in a colour, if the output is a terminal."""
-    return f"\033[{';'.join(codes)}m{text}\033[0m" if has_colours() else text
+    """The line in these colours, if there are any and the output is a terminal."""
+    text = printable(text)
+    return f"\033[{';'.join(codes)}m{text}\033[0m" if codes and has_colours() else text
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -27,7 +33,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     def line(cells: Sequence[str]) -> str:
         return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
-    return "\n".join([coloured(line(head), BOLD), *map(line, rows)])
+    return "\n".join([coloured(line(head), BOLD), *map(printable, map(line, rows))])
 
 
 def age(seconds: float | None) -> str:

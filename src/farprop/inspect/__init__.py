@@ -6,8 +6,11 @@ as the command ``farprop`` does. Both return a :class:`Job`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from farprop.inspect.job import CallRow, Job
 from farprop.inspect.outside import find, list_jobs
+from farprop.protocol.call_stats import CallStat
 from farprop.protocol.inspection import (
     STACKS,
     STATE,
@@ -17,6 +20,7 @@ from farprop.protocol.inspection import (
     Frame,
     Member,
     Pass,
+    Recent,
     Reference,
     ServedCall,
     Silence,
@@ -28,6 +32,7 @@ from farprop.protocol.waits import Reason
 __all__ = [
     "job",
     "why",
+    "recent",
     "find",
     "list_jobs",
     "Job",
@@ -44,6 +49,8 @@ __all__ = [
     "Reference",
     "Pass",
     "ConnectionState",
+    "Recent",
+    "CallStat",
 ]
 
 
@@ -66,7 +73,7 @@ def job(timeout: float = 1.0, stacks: bool = False) -> Job:
     from farprop.runtime.agent_registry import current_agent
 
     inspector = current_agent().inspector
-    return Job(inspector.job, inspector.ask_all(STACKS if stacks else STATE, timeout))
+    return Job(inspector.snapshots.job, inspector.ask_all(STACKS if stacks else STATE, timeout))
 
 
 def why(timeout: float = 1.0) -> list[Reason]:
@@ -85,3 +92,26 @@ def why(timeout: float = 1.0) -> list[Reason]:
         ``for reason in farprop.inspect.why(): print(reason.sentence)``
     """
     return job(timeout).why()
+
+
+def recent(cursors: Mapping[str, int] | None = None, timeout: float = 1.0) -> dict[str, Recent | Silence]:
+    """Ask all workers of the job what they have done since an earlier question, from one of them.
+
+    A worker takes note of its calls from the first question on, and until nobody has asked for ten seconds.
+
+    Args:
+        cursors: By worker, the ``cursor`` of its answer to that question. None for the first question.
+        timeout: The seconds to wait for their answers.
+
+    Returns:
+        For each worker the sums of its calls and its last events, or why it did not answer.
+
+    Raises:
+        UsageError: This process is not a worker.
+
+    Example:
+        ``farprop.inspect.recent()["worker0"].stats``
+    """
+    from farprop.runtime.agent_registry import current_agent
+
+    return current_agent().inspector.recent(cursors or {}, timeout)

@@ -6,7 +6,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from farprop.errors import AuthenticationError, ConnectionLostError, FarpropError, UsageError
@@ -17,12 +17,14 @@ from farprop.protocol.inspection import (
     LENGTH,
     MAX_REPLY,
     OBSERVER,
+    RECENT,
     STACKS,
     STATE,
     Answer,
     JobFile,
     Member,
     Question,
+    Recent,
     Reply,
     Silence,
     Snapshot,
@@ -68,9 +70,11 @@ def find(job: str = "", timeout: float = 1.0, stacks: bool = False) -> Job:
     Example:
         ``farprop.inspect.find("train").why()``
     """
-    files = _files_of(job)
+    files = files_of(job)
     detail = STACKS if stacks else STATE
-    near = _ask_all(files, Question(detail), timeout)
+    near: dict[str, Answer] = {}
+    for reply in _ask_all(files, Question(detail), timeout):
+        near |= reply.answers
     snapshots = [answer for answer in near.values() if isinstance(answer, Snapshot)]
     answers = dict(near)
     if snapshots:
@@ -86,7 +90,41 @@ def find(job: str = "", timeout: float = 1.0, stacks: bool = False) -> Job:
     return Job(files[0].job, answers, files[0].name)
 
 
-def _files_of(job: str) -> list[JobFile]:
+def recent(job: str, cursors: Mapping[str, int], timeout: float = 1.0) -> dict[str, Recent | Silence]:
+    """Ask the workers of a job what they have done since an earlier question, from a process outside of it.
+
+    Args:
+        job: As for :func:`find`.
+        cursors: By worker, the cursor in its answer to that question, or 0. Workers of other hosts are asked only if
+            they are here: :func:`find` knows their names.
+        timeout: The seconds to wait for the answers of workers.
+
+    Returns:
+        Their answers by name.
+
+    Raises:
+        UsageError: There is no such job, or there are several.
+
+    Example:
+        ``farprop.inspect.outside.recent("train", {"worker0": 0})["worker0"].stats``
+    """
+    files = files_of(job)
+    cursors = dict(cursors)
+    answers: dict[str, Recent | Silence] = {}
+    for reply in _ask_all(files, Question(RECENT, cursors=cursors), timeout):
+        answers |= reply.recent_answers
+    far = [name for name in cursors if name not in answers]
+    relay = next((file for file in files if isinstance(answers.get(file.member.name), Recent)), None)
+    if far and relay is not None:
+        try:
+            answers |= _ask(relay, Question(RECENT, far, cursors), timeout + _RELAY_SECONDS).recent_answers
+        except (OSError, FarpropError) as error:
+            answers |= {name: Silence(Member(name, -1, "", 0, ""), f"was not asked: {error}") for name in far}
+    return answers
+
+
+def files_of(job: str) -> list[JobFile]:
+    """The files of a job's workers on this host, by rank; raises ``UsageError`` unless one job is meant."""
     if "/" in job or job.endswith(".job"):
         try:
             file = read_file(Path(job))
@@ -110,27 +148,38 @@ def _files_of(job: str) -> list[JobFile]:
     raise UsageError(f"Several jobs run: {', '.join(sorted(same))}. Name one of them, or the beginning of its id.")
 
 
-def _ask_all(files: Sequence[JobFile], question: Question, timeout: float) -> dict[str, Answer]:
-    answers: dict[str, Answer] = {}
+def _ask_all(files: Sequence[JobFile], question: Question, timeout: float) -> list[Reply]:
+    replies: list[Reply] = []
 
     def ask(file: JobFile) -> None:
         member = file.member
         try:
-            answers.update(_ask(file, question, timeout).answers)
+            replies.append(_ask(file, question, timeout))
         except TimeoutError:
-            answers[member.name] = Silence(member, f"answers nothing: {silence_of(member) or UNRESPONSIVE}")
+            silence = Silence(member, f"answers nothing: {silence_of(member) or UNRESPONSIVE}")
+            replies.append(Reply.of([silence]))
         except (OSError, FarpropError) as error:
-            answers[member.name] = Silence(member, f"can't be asked: {silence_of(member) or error}")
+            replies.append(Reply.of([Silence(member, f"can't be asked: {silence_of(member) or error}")]))
 
     asking = [threading.Thread(target=ask, args=(file,), daemon=True) for file in files]
     for thread in asking:
         thread.start()
     for thread in asking:
         thread.join()
-    return answers
+    return replies
 
 
 def _ask(file: JobFile, question: Question, timeout: float) -> Reply:
+    return from_json(exchange(file, question, timeout), Reply)
+
+
+def exchange(file: JobFile, question: Question, timeout: float) -> bytes:
+    """Ask a worker of this host; returns its reply as bytes.
+
+    Raises:
+        OSError: it can't be reached, or does not answer in time.
+        FarpropError: it does not accept the key, or goes away.
+    """
     deadline = time.monotonic() + timeout
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(timeout)
@@ -149,7 +198,7 @@ def _ask(file: JobFile, question: Question, timeout: float) -> Reply:
         data = to_json(question)
         sock.sendall(len(data).to_bytes(LENGTH, "little") + data)
         length = int.from_bytes(_exactly(sock, LENGTH, deadline), "little")
-        return from_json(_exactly(sock, min(length, MAX_REPLY), deadline), Reply)
+        return _exactly(sock, min(length, MAX_REPLY), deadline)
 
 
 def _exactly(sock: socket.socket, length: int, deadline: float) -> bytes:

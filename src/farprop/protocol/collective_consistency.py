@@ -123,17 +123,21 @@ class CollectiveConsistency:
                 )
             )
 
-    def on_peer_left(self, rank: int) -> None:
-        """A rank has said goodbye."""
+    def on_peer_left(self, rank: int, kind: str, text: str) -> None:
+        """A rank has said goodbye.
+
+        Args:
+            kind, text: the class and text of the failure that it knows of, if the group is broken. Who reported the
+                failure may be heard later than this, and the goodbye must not be taken for the reason.
+        """
+        if text:
+            self._fail(_error(kind, text))
+            self.is_announced = True
         self._left.add(rank)
 
     def on_peer_failure(self, rank: int, kind: str, text: str) -> None:
         """Another rank says that the group is broken; ``kind`` is the name of its error's class."""
-        if kind == CollectiveMismatchError.__name__:
-            self._fail(CollectiveMismatchError(text))
-        else:
-            error = RankLostError if kind == RankLostError.__name__ else CollectiveError
-            self._fail(error(f"Rank {rank} gave up: {text}"))
+        self._fail(_error(kind, text if kind == CollectiveMismatchError.__name__ else f"Rank {rank} gave up: {text}"))
         self.is_announced = True
 
     def on_timeout(self, awaited: Collection[int], seconds: float) -> None:
@@ -184,3 +188,10 @@ class CollectiveConsistency:
         assert all(number > self.number for number in self._early)
         assert len(self._own) == len(self._kept) <= _KEPT
         assert not self.is_announced or self.failure is not None
+
+
+def _error(kind: str, text: str) -> CollectiveError:
+    """A failure that another rank tells of."""
+    if kind == CollectiveMismatchError.__name__:
+        return CollectiveMismatchError(text)
+    return RankLostError(text) if kind == RankLostError.__name__ else CollectiveError(text)

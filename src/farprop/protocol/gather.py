@@ -81,6 +81,12 @@ class Failure(NamedTuple):
 _NO_FAILURE = Failure("", "")
 
 
+def _kind_of(error: BaseException) -> str:
+    """The name of its class; for one that is private to farprop, of the public one above it."""
+    public = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == ConnectionLostError.__module__)
+    return next(public, type(error).__name__)
+
+
 class Release(NamedTuple):
     """Tell a follower that the gather is over."""
 
@@ -237,13 +243,13 @@ class GatherMachine:
             )
             error.__cause__ = first
         if error is not None:
-            self._failures[key.names] = key.number, Failure(type(error).__name__, str(error))
+            self._failures[key.names] = key.number, Failure(_kind_of(error), str(error))
         releases: list[Action] = []
         for name in key.names[1:]:
             if not gather.has_all and name not in gather.values:
                 continue  # its value will be refused
             reason = error if name in gather.unconfirmed or not gather.has_all else gather.unreached.get(name)
-            failure = Failure(type(reason).__name__, str(reason) or repr(reason)) if reason else None
+            failure = Failure(_kind_of(reason), str(reason) or repr(reason)) if reason else None
             releases.append(Release(name, failure))
         return [*releases, Finish(gather.values, error)]
 

@@ -27,7 +27,7 @@ import struct
 
 from farprop.errors import AuthenticationError, ProtocolError
 
-VERSION = 6
+VERSION = 7
 MAX_UNPROVEN = 2048
 MAX_IDENTITY = 512
 _MAGIC = b"FARPROP\n"
@@ -126,6 +126,19 @@ class DialerHandshake(_End):
 
     def start(self) -> bytes:
         return _HELLO.pack(_MAGIC, VERSION, self._nonce)
+
+    @property
+    def wanted(self) -> int:
+        """How many bytes to read next, at most. What comes after the handshake is not the handshake's: a listener may
+        send messages as soon as it has sent its welcome.
+        """
+        held = len(self._held)
+        if self.state == HELLO:
+            return _HELLO.size - held
+        if held < _WELCOME.size:
+            return _WELCOME.size - held
+        length: int = _WELCOME.unpack_from(self._held)[2]  # not too long: ``receive`` has checked it
+        return _WELCOME.size + length - held
 
     def _step(self) -> bytes:
         if self.state == HELLO:

@@ -13,11 +13,15 @@ from typing import TypeVar
 import msgspec
 
 from farprop.errors import ProtocolError
+from farprop.protocol.call_stats import CallStat
+from farprop.protocol.events import Event
+from farprop.protocol.json_decoding import decode
 
 _T = TypeVar("_T")
 
-# How much a question asks for. The last one asks for the graph of an autograd context instead.
-CALLS, STATE, STACKS, GRAPH = range(4)
+# How much a question asks for. The last ones ask for something else: the graph of an autograd context, and what the
+# worker has done since an earlier question.
+CALLS, STATE, STACKS, GRAPH, RECENT = range(5)
 
 RUNNING, QUEUED, HELD, UNFINISHED = "running", "queued", "held", "unfinished"
 
@@ -211,6 +215,10 @@ class GraphSend:
     leaves: int
     receives: list[int]
     """The messages that the graph leads to."""
+    nbytes: int | None = None
+    """The bytes of its tensors that require grad, if somebody listened to events when it was sent."""
+    sent: float | None = None
+    """When it was encoded, by this worker's clock."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +234,14 @@ class GraphPart:
     """By worker, the messages that came from it."""
     gradients: int
     """How many leaves have a gradient in this context."""
+    arrived: dict[int, float] = field(default_factory=dict)
+    """When messages had arrived and were decoded, by this worker's clock, if somebody listened to events."""
+    now: float = 0.0
+    """This worker's clock when it said this."""
+    clock_ahead: float = 0.0
+    """By how much its clock is ahead of that of the worker which asked. That one fills it in, as it does the next."""
+    clock_error: float = 0.0
+    """How wrong that may be."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +259,30 @@ class Silence:
 Answer = Snapshot | Silence
 
 
+@dataclass(frozen=True)
+class Recent:
+    """What a worker has done since an earlier question."""
+
+    member: Member
+    now: float
+    """Its monotonic clock, whose times events have."""
+    wall: float
+    """The same moment by the time of day."""
+    since: float
+    """When it began to listen: ``stats`` count from then."""
+    cursor: int
+    """For the next question."""
+    missing: int
+    """Events that were dropped before somebody asked."""
+    events: list[Event]
+    """The newest, in the order in which they ended. Farprop's own calls are left out."""
+    stats: list[CallStat]
+
+    @property
+    def name(self) -> str:
+        return self.member.name
+
+
 def to_json(value: object) -> bytes:
     return msgspec.json.encode(value)
 
@@ -250,7 +290,7 @@ def to_json(value: object) -> bytes:
 def from_json(data: bytes, kind: type[_T]) -> _T:
     """Parse what another worker said; raises ``ProtocolError`` if it makes no sense."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        return decode(data, kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"what a worker says about itself makes no sense: {error}") from error
 
@@ -306,22 +346,34 @@ class Question:
     detail: int
     others: list[str] = field(default_factory=list)
     """The workers that it shall ask in turn; empty if it is asked about itself."""
+    cursors: dict[str, int] = field(default_factory=dict)
+    """For ``RECENT``, by worker: since when."""
+    record: bytes = b""
+    """Instead of all this: a command about a recording (``protocol/recording.py``), packed. So is the reply."""
 
 
 @dataclass(frozen=True)
 class Reply:
     snapshots: list[Snapshot]
     silent: list[Silence]
+    recent: list[Recent] = field(default_factory=list)
 
     @property
     def answers(self) -> dict[str, Answer]:
         answers: list[Answer] = [*self.snapshots, *self.silent]
         return {answer.name: answer for answer in answers}
 
+    @property
+    def recent_answers(self) -> dict[str, Recent | Silence]:
+        """The same for ``RECENT``."""
+        answers: list[Recent | Silence] = [*self.recent, *self.silent]
+        return {answer.name: answer for answer in answers}
+
     @classmethod
-    def of(cls, answers: Iterable[Answer]) -> Reply:
+    def of(cls, answers: Iterable[Answer | Recent]) -> Reply:
         answers = list(answers)
         return cls(
             [answer for answer in answers if isinstance(answer, Snapshot)],
             [answer for answer in answers if isinstance(answer, Silence)],
+            [answer for answer in answers if isinstance(answer, Recent)],
         )

@@ -17,6 +17,7 @@ import msgspec
 
 from farprop.errors import ProtocolError, RendezvousError, UsageError
 from farprop.ids import WorkerInfo, check_worker_name
+from farprop.protocol.json_decoding import decode
 
 _Text = Annotated[str, msgspec.Meta(max_length=1024)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -39,7 +40,7 @@ class Identity(NamedTuple):
     def from_bytes(cls, data: bytes) -> Identity:
         """Parse authenticated bytes; raises ``ProtocolError`` if they are malformed."""
         try:
-            identity = msgspec.json.decode(data, type=cls)
+            identity = decode(data, cls)
             check_worker_name(identity.name)
         except (msgspec.MsgspecError, ValueError, RecursionError, UsageError) as error:
             raise ProtocolError(f"a peer's identity makes no sense: {error}") from error
@@ -94,7 +95,7 @@ class _Decision:
 
 def _decoded(text: str | bytes, kind: type[_T], what: str) -> _T:
     try:
-        return msgspec.json.decode(text, type=kind)
+        return decode(text, kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise RendezvousError(
             f"The store holds something else where {what} should be ({error}). Do all workers run the same farprop, "

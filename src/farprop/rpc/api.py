@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -40,7 +41,7 @@ from farprop.runtime.agent_registry import current_agent
 from farprop.runtime.dynamo_disable import uncompiled
 from farprop.runtime.futures import Future
 from farprop.runtime.gather import AllGatherStates, GatherCalls, Gathers, gather
-from farprop.runtime.profiling import ProfiledFunction, Session
+from farprop.runtime.profiling import CallProfile, ProfiledFunction, RecordedFunction
 from farprop.wire.message import SYSTEM
 
 __all__ = [
@@ -113,10 +114,10 @@ def _init_rpc_states(agent: Any) -> None:
     _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)
-    inspector = getattr(agent, "inspector", None)  # agents of other backends have none
-    if inspector is not None:
-        inspector.references = live_references
-        inspector.barrier = _gathers.all_awaited
+    snapshots = getattr(agent, "snapshots", None)  # agents of other backends have none
+    if snapshots is not None:
+        snapshots.references = live_references
+        snapshots.barrier = _gathers.all_awaited
 
 
 def _reset_gathers() -> None:
@@ -213,8 +214,8 @@ def rpc_sync(
     if not callable(func):
         _check_name(func)
     seconds = agent.services.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else checked_timeout(timeout)
-    if profiler_enabled() and (session := profiling.session()) is not None:
-        return _call_profiled(agent, session, RPCExecMode.SYNC, to, func, args, kwargs, seconds).wait()
+    if profiler_enabled() and not profiling.is_farprops_own:
+        return _call_under_profiler(agent, to, func, args, kwargs, seconds)
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = _pickled(func, args, kwargs)
     return agent.call_sync(to, func, tuple(args) if args else (), kwargs or {}, seconds)
@@ -283,32 +284,42 @@ def _invoke_rpc(
     if not callable(func):
         _check_name(func)
     seconds = agent.services.rpc_timeout if rpc_timeout == UNSET_RPC_TIMEOUT else checked_timeout(rpc_timeout)
-    if profiler_enabled() and (session := profiling.session()) is not None:
-        return _call_profiled(agent, session, rpc_type, to, func, args, kwargs, seconds)
-    if _default_pickler is not _internal_rpc_pickler:
-        func, args, kwargs = _pickled(func, args, kwargs)
+    is_profiled = profiler_enabled() and not profiling.is_farprops_own
+    profile = _profile_of(agent, rpc_type, to, func) if is_profiled else None
     future = Future()
-    agent.call_async(to, func, tuple(args) if args else (), kwargs or {}, seconds, future)
+    try:
+        if _default_pickler is not _internal_rpc_pickler:
+            func, args, kwargs = _pickled(func, args, kwargs)
+        agent.call_async(to, func, tuple(args) if args else (), kwargs or {}, seconds, future, 0, profile)
+    except BaseException:
+        _end_event(profile)
+        raise
     return future
 
 
-def _call_profiled(
-    agent: Agent,
-    session: Session,
-    mode: RPCExecMode,
-    to: Any,
-    func: Any,
-    args: Any,
-    kwargs: Any,
-    timeout: float | None,
-) -> Future:
+def _call_under_profiler(agent: Agent, to: Any, func: Any, args: Any, kwargs: Any, seconds: float | None) -> Any:
+    if profiling.session() is not None:
+        return _invoke_rpc(to, func, RPCExecMode.SYNC, args, kwargs, seconds or 0.0).wait()
+    profile = _profile_of(agent, RPCExecMode.SYNC, to, func)
+    try:
+        if _default_pickler is not _internal_rpc_pickler:
+            func, args, kwargs = _pickled(func, args, kwargs)
+        return agent.call_sync(to, func, tuple(args) if args else (), kwargs or {}, seconds)
+    finally:
+        _end_event(profile)
+
+
+def _profile_of(agent: Agent, mode: RPCExecMode, to: Any, func: Any) -> CallProfile:
+    """The call's part in the profile of torch's that this thread is under."""
     key = _profiling_key(agent, mode, to, func)
-    if _default_pickler is not _internal_rpc_pickler:
-        func, args, kwargs = _pickled(func, args, kwargs)
-    future = Future()
-    profile = ProfiledFunction(session, key, agent.get_worker_info().id)
-    agent.call_async(to, func, tuple(args) if args else (), kwargs or {}, timeout, future, 0, profile)
-    return future
+    session = profiling.session()
+    return RecordedFunction(key) if session is None else ProfiledFunction(session, key, agent.get_worker_info().id)
+
+
+def _end_event(profile: CallProfile | None) -> None:
+    """An event without an end would spoil the profile."""
+    if isinstance(profile, RecordedFunction):
+        profile.add(None)
 
 
 def _profiling_key(agent: Agent, mode: RPCExecMode, to: Any, func: Any) -> str:
@@ -382,13 +393,15 @@ def _remote(
     agent = current_agent()
     if type(to) is not str:
         to = _to_worker_info(to).name
-    profile = None
-    if profiler_enabled() and (session := profiling.session()) is not None:
-        key = _profiling_key(agent, RPCExecMode.REMOTE, to, func)
-        profile = ProfiledFunction(session, key, agent.get_worker_info().id)
-    if _default_pickler is not _internal_rpc_pickler:
-        func, args, kwargs = _pickled(func, args, kwargs)
-    return create(to, func, args, kwargs, timeout, profile, keep)
+    is_profiled = profiler_enabled() and not profiling.is_farprops_own
+    profile = _profile_of(agent, RPCExecMode.REMOTE, to, func) if is_profiled else None
+    try:
+        if _default_pickler is not _internal_rpc_pickler:
+            func, args, kwargs = _pickled(func, args, kwargs)
+        return create(to, func, args, kwargs, timeout, profile, keep)
+    except BaseException:
+        _end_event(profile)
+        raise
 
 
 def _rref_typeof_on_owner(rref: RRef[Any], blocking: bool = True) -> Any:
@@ -554,6 +567,9 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     inspector = getattr(agent, "inspector", None)
     if inspector is not None and graceful:
         inspector.on_shutdown()
+    failure = sys.exception()  # ``shutdown`` in a ``finally`` clause
+    if failure is not None:
+        _tell_failure(agent, failure)
     try:
         if graceful:
             if getattr(agent, "is_static_group", True):
@@ -568,7 +584,14 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
                 _wait_for_own_work(agent, timeout)
                 agent.leave()
     finally:
+        if failure is not None:
+            _tell_failure(agent, failure)  # again: others may have joined, or have come to know this worker
         _stop(deadline)
+
+
+def _tell_failure(agent: Agent, failure: BaseException) -> None:
+    if hasattr(agent, "tell_failure"):  # agents of other backends have none
+        agent.tell_failure(failure)
 
 
 def _left(deadline: float | None) -> float:

@@ -20,7 +20,7 @@ from farprop.rpc.options import checked_timeout
 from farprop.rpc.rref import RRef, call_site
 from farprop.runtime.agent_registry import current_agent
 from farprop.runtime.futures import Future
-from farprop.runtime.profiling import ProfiledFunction
+from farprop.runtime.profiling import CallProfile
 
 
 def start(to: str, function: Any, args: tuple[Any, ...], timeout: float) -> Future:
@@ -38,7 +38,7 @@ def create(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     timeout: float,
-    profile: ProfiledFunction | None = None,
+    profile: CallProfile | None = None,
     keep: Any = None,
 ) -> RRef[Any]:
     """Call a function on a worker, which keeps the result. ``keep`` is kept alive until the worker has answered."""

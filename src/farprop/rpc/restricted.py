@@ -102,6 +102,7 @@ _INTERNAL = {
     Method.CONTEXT_EXISTS.value: _Takes(int),
     # inspection
     Method.INSPECT.value: _Takes(int, int),
+    Method.RECORD.value: _Takes(bytes),
     # optimizers and modules: their classes, and the modules' methods that are called, have to be exposed
     b"farprop.optim.local:_new_local_optimizer": _Takes(callable, _list_of(RRef), rest=_anything, named=True),
     b"farprop.nn.remote_module:_create_module": _Takes(callable, tuple, dict, str),

@@ -19,8 +19,8 @@ from farprop.rpc.options import checked_timeout
 from farprop.rpc.rref_proxy import RRefProxy, _rref_typeof_on_owner
 from farprop.runtime.agent import Agent
 from farprop.runtime.agent_registry import current_agent
-from farprop.runtime.client_connection import timeout_error
 from farprop.runtime.dynamo_disable import uncompiled
+from farprop.runtime.future_call import timeout_error
 from farprop.runtime.futures import Future, keep_until_done
 from farprop.runtime.references.owned_values import ValueSlot
 from farprop.runtime.references.remote_call import RemoteCall
@@ -428,9 +428,10 @@ def _arrived(place: int) -> RRef[Any]:
     """While a message is decoded: the RRef for the reference with this number in its header."""
     item = resolve_out_of_band(place)
     agent = current_agent()
-    owner = None if isinstance(item, OwnedValue) else item.record.owner
+    if type(item) is OwnedValue:
+        return RRef._of(item, agent.references, agent.get_worker_info().name)
     try:
-        name = agent.get_worker_info(owner).name
+        name = agent.get_worker_info(item.record.owner).name
     except UsageError:
         # It has left: to use the reference raises, but not to get it.
         name = agent.membership.name_of(item.record.owner)

@@ -8,6 +8,8 @@ that may never start. Here rank 0 does not wait; the agent finds out and reports
 from __future__ import annotations
 
 import os
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,10 +20,12 @@ import torch.distributed as dist
 
 from farprop._torch import create_store
 from farprop.errors import RendezvousError
+from farprop.runtime.store_file import StoreFile
 
 # The last store of this process, and what keeps it open. It stays open until the next one is opened: if this process
 # hosts the store, other workers may still read from it, or call init_rpc again with the same address.
 _last: Any = None
+_LISTENER_SECONDS = 2.0
 
 
 def open_store(
@@ -34,6 +38,7 @@ def open_store(
             raise ValueError("rank parameter missing: with a Store, pass rank (and world_size) to init_rpc.")
         store: dist.Store = init_method
     elif not world_size:
+        _prepare_file(options.init_method)
         with _rendezvous_errors(options.init_method):
             store = _last = create_store(options, rank)
         world_size = None
@@ -48,6 +53,7 @@ def open_store(
             if rank < 0:
                 raise ValueError("rank parameter missing: with file://, pass rank to init_rpc.")
             path = urlparse(init_method).path
+            _prepare_file(init_method)
             with _rendezvous_errors(init_method):
                 store = _last = dist.FileStore(path, world_size)
         else:
@@ -58,6 +64,12 @@ def open_store(
     if world_size is not None and not 0 <= rank < world_size:
         raise ValueError(f"rank must be from 0 to world_size - 1 = {world_size - 1}, but it is {rank}.")
     return store, rank, world_size
+
+
+def _prepare_file(init_method: str) -> None:
+    url = urlparse(init_method)
+    if url.scheme == "file" or "://" not in init_method:
+        StoreFile(url.path).prepare(to_write=True)  # torch's store writes to it when it is made
 
 
 @contextmanager
@@ -94,13 +106,16 @@ def _variable(name: str) -> str:
 def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: float) -> dist.Store:
     # torchrun hosts a store of its own at this address.
     is_hosted_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    end = time.monotonic() + timeout
+    if rank != 0 or is_hosted_by_torchrun:
+        await_listener(host, port, min(timeout, _LISTENER_SECONDS))
     try:
         return dist.TCPStore(
             host,
             port,
             world_size,
             is_master=rank == 0 and not is_hosted_by_torchrun,
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=max(0.1, end - time.monotonic())),
             wait_for_workers=False,
             multi_tenant=True,
         )
@@ -114,3 +129,21 @@ def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: float)
             f"No store answers at {host}:{port} within {timeout:.0f} s: rank 0 has not called init_rpc there. "
             "Start all workers with the same MASTER_ADDR and MASTER_PORT (or init_method)."
         ) from error
+
+
+def await_listener(host: str, port: int, seconds: float) -> None:
+    """Wait for a while until something listens at an address. Torch's store would sleep for up to a second after its
+    first attempt, and most workers start within milliseconds of each other.
+    """
+    end = time.monotonic() + seconds
+    pause = 0.01
+    while (left := end - time.monotonic()) > 0:
+        try:
+            socket.create_connection((host, port), left).close()
+        except ConnectionRefusedError:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)  # each attempt looks the host's name up
+        except OSError:
+            return  # what it means is the store's to say
+        else:
+            return

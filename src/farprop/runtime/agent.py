@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from farprop.ids import GlobalId, WorkerInfo
 from farprop.locks import make_lock
 from farprop.protocol.roster import Entry, Identity
 from farprop.protocol.signing import CALLS
+from farprop.runtime import first_failure
 from farprop.runtime.accepted_connections import AcceptedConnections
 from farprop.runtime.admission import BarrierGate
 from farprop.runtime.autograd.context_cleanup import ContextCleanup
@@ -33,10 +35,13 @@ from farprop.runtime.liveness import FailureDetector, Verdict, look_for
 from farprop.runtime.membership import Membership
 from farprop.runtime.observers import Observers
 from farprop.runtime.peers import Peers
+from farprop.runtime.recorder import recorder
+from farprop.runtime.recording import Recordings
 from farprop.runtime.references.rpc_handlers import OwnerMethods, backward_from_value
 from farprop.runtime.references.rref_context import RRefContext
 from farprop.runtime.server import Server
 from farprop.runtime.services import WorkerServices
+from farprop.runtime.snapshots import Snapshots
 from farprop.runtime.spinner import CROWDED
 from farprop.runtime.thread_pool import Blocked, ThreadPool
 from farprop.runtime.watch import Watch
@@ -44,7 +49,7 @@ from farprop.transport.connection import Connection
 from farprop.transport.shared_memory import SegmentPool
 from farprop.transport.tls import Stream
 from farprop.wire.dialect import PICKLES, Dialect
-from farprop.wire.message import Method
+from farprop.wire.message import Method, last_words
 
 _log = logging.getLogger(__name__)
 
@@ -133,9 +138,13 @@ class Agent:
         self._devices = DeviceMaps(self.membership, options.device_maps, self.references.instances.get)
         calls = Calls(self._info, self.peers, self.references, self._devices, dialect, self.context_cleanup.ended)
         self.call_sync, self.call_async, self.remote = calls.call_sync, calls.call_async, calls.remote
-        self.inspector = Inspector(
-            self._endpoint.job, self.membership, self.peers, self._threads, self.gradients, dialect
+        self.snapshots = Snapshots(
+            self._endpoint.job, self.membership, self.peers, self._threads, self.gradients, dialect.restricted
         )
+        self.inspector = Inspector(
+            self.snapshots, self.membership, self.peers, self._threads, self.gradients.contexts, dialect
+        )
+        self.recordings = Recordings(recorder, self.membership, self.peers, dialect, self._loop.call_at)
         calls.on_timeout = self.inspector.on_timeout
         self.gradients.on_timeout = self.inspector.on_pass_timeout
         self._failure_detector = FailureDetector(
@@ -175,17 +184,19 @@ class Agent:
                 **self.owner_methods.table(),
                 **self.gradients.methods(),
                 Method.CONTEXT_EXISTS: self.context_cleanup.on_context_exists,
-                Method.INSPECT: self.inspector.on_question,
+                Method.RECORD: self.recordings.on_command,
+                Method.INSPECT: self.snapshots.on_question,
             },
         )
-        self.inspector.bind(self._server, self._accepted, self._pool, lambda: self.idle)
+        self.snapshots.bind(self._server, self._accepted, self._pool, lambda: self.idle)
         self._observers = Observers(
-            self.inspector, self._identity, self._endpoint.inspection_key, self._settings.job_name
+            self.inspector, self.recordings, self._identity, self._endpoint.inspection_key, self._settings.job_name
         )
         self.peers.accept_own = self._server.accept_own
         try:
             self._own_entry = self._listen(options, world_size)
             self._threads.start()
+            self._threads.submit(_fill_caches_of_loggers)
         except BaseException:
             self.close()
             raise
@@ -355,6 +366,8 @@ class Agent:
     def _declare_dead(self, rank: int, instance: str | None, reason: str) -> None:
         if instance is not None and self.references.instances.get(rank, instance) != instance:
             return  # another process has its rank by now
+        if who := first_failure.known():
+            reason = f"{reason.rstrip()} {who}."
         if instance is not None and self.membership.has_left(instance):
             _log.info("%s: rank %d has left", self._info.label, rank)
         else:
@@ -440,6 +453,28 @@ class Agent:
 
     # Ending
 
+    def tell_failure(self, error: BaseException) -> None:
+        """The program of this worker fails: tell the others who failed first, and with what."""
+        text = first_failure.last_words(error, self._info.name, self.dialect.restricted)
+        if not text or self._closed:
+            return
+        end = time.monotonic() + first_failure.SECONDS
+        told = {self._info.name}
+        connections: list[Connection | ClientConnection] = [*self._accepted.all(), *self.peers.connections.values()]
+        for connection in connections:
+            with suppress(FarpropError):
+                if connection.rank != self._info.id:
+                    connection.send(last_words(text))
+                    told.add(connection.peer)
+        for name in self.membership.entries.keys() - told:
+            # Those that are not connected may want to be soon, and would find nobody.
+            left = end - time.monotonic()
+            if left > 0:
+                with suppress(FarpropError):
+                    self.peers.connect(name, left).send(last_words(text))
+        while (self._accepted.have_output or self.peers.have_output) and time.monotonic() < end:
+            time.sleep(0.001)
+
     def leave(self) -> None:
         """Remove this worker from the store's list, in a dynamic group."""
         try:
@@ -473,6 +508,8 @@ class Agent:
             self._closed = True
         self.watch.close()
         self.inspector.is_closed = True
+        self.snapshots.close()
+        self.recordings.close()
         self._observers.close()
         self._endpoint.secret.let_go()
         self._failure_detector.close()
@@ -483,3 +520,15 @@ class Agent:
         self._server.close()
         self._threads.close(timeout)
         self.membership.forget_store()
+
+
+def _fill_caches_of_loggers() -> None:
+    """Ask each of farprop's loggers once which levels it takes: it remembers the answers.
+
+    To find an answer takes a lock of ``logging``, and an interrupt between ``acquire`` and the ``try`` behind it would
+    keep that for ever. No interrupts come to the thread that this runs on.
+    """
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if name.startswith("farprop") and isinstance(logger, logging.Logger):
+            for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR):
+                logger.isEnabledFor(level)

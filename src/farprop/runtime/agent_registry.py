@@ -7,7 +7,7 @@ import os
 
 from farprop.errors import UsageError
 from farprop.locks import make_lock
-from farprop.runtime import profiling
+from farprop.runtime import first_failure, profiling
 from farprop.runtime.agent import Agent
 
 _lock = make_lock("agent_registry")
@@ -37,6 +37,7 @@ def set_agent(agent: Agent) -> None:
             raise UsageError("RPC is already initialized. Call farprop.rpc.shutdown before init_rpc.")
         installed = agent
     profiling.own_node_id = agent.get_worker_info().id
+    first_failure.watch_end()
 
 
 def reset_agent() -> None:
@@ -52,7 +53,17 @@ def _close_at_exit() -> None:
     agent = installed
     close = getattr(agent, "close", None)  # a registered backend's agent need not be ours
     if close is not None:
+        error = first_failure.uncaught()
+        if error is not None:
+            _tell_failure(error)
         close(0.2)
+
+
+@first_failure.at_failing_end
+def _tell_failure(error: BaseException) -> None:
+    tell = getattr(installed, "tell_failure", None)
+    if tell is not None:
+        tell(error)
 
 
 def _after_fork_in_child() -> None:

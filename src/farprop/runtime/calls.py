@@ -21,14 +21,16 @@ from farprop.errors import (
 )
 from farprop.ids import WorkerInfo
 from farprop.protocol.references.records import Fork, OwnedValue
-from farprop.runtime import profiling
 from farprop.runtime.autograd.context_cleanup import EndedContexts
 from farprop.runtime.autograd.contexts import Context, current_context
-from farprop.runtime.client_connection import AwaitedCall, ClientConnection
+from farprop.runtime.call_records import REMOTE_CALL, RPC_ASYNC, RPC_SYNC, CallRecord
+from farprop.runtime.client_connection import ClientConnection
 from farprop.runtime.device_maps import DeviceMaps, careful_call
+from farprop.runtime.future_call import AwaitedCall
 from farprop.runtime.futures import Future
 from farprop.runtime.peers import Peers
-from farprop.runtime.profiling import ProfiledFunction
+from farprop.runtime.profiling import CallProfile, RecordedFunction
+from farprop.runtime.recorder import recorder
 from farprop.runtime.references.owned_values import ValueSlot
 from farprop.runtime.references.remote_call import RemoteCall
 from farprop.runtime.references.rref_context import RRefContext
@@ -36,8 +38,9 @@ from farprop.runtime.references.user_references import RRefHandle
 from farprop.wire.codec import decode_with
 from farprop.wire.dialect import Dialect
 from farprop.wire.function_names import shown_name
-from farprop.wire.message import ANSWER, PROFILED, SYSTEM, Creation, Message
+from farprop.wire.message import ANSWER, SYSTEM, TRACED, Creation, Message
 from farprop.wire.tensors import DeviceMapRequired
+from farprop.wire.trace_head import TraceHead
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +84,7 @@ class Calls:
         flags: int = 0,
     ) -> Any:
         """Call a function on another worker and wait; returns its result or raises its exception."""
+        began = _now() if recorder.is_on else 0.0
         connection = self._connections.get(to) if type(to) is str else None
         if connection is None or connection.lost:
             connection = self._connect(to, timeout, function)
@@ -89,17 +93,29 @@ class Calls:
         if message.out_of_band:
             # The caller's arguments hold the references until this returns.
             self._references.attach_refs(message, connection.rank, connection, lend=True)
+        record = message.record = CallRecord(RPC_SYNC, began, message, args) if began else None
         try:
             answer = connection.call_sync(message, timeout)
         except BaseException as error:
             self._after_failed_send(message, error)
+            if record is not None:
+                record.end(error)
             if isinstance(error, FarpropError):
                 name = message.name or message.function_name
                 self._describe(error, connection.peer, name, message.flags, message.call_id, timeout)
             raise
         if context is not None and message.autograd is not None and message.autograd.ended:
             self._ended.on_answered(connection.rank, message.autograd.ended)
-        return self.value_of(answer, context, connection.rank)
+        if record is None:
+            return self.value_of(answer, context, connection.rank)
+        record.on_answer(answer)
+        try:
+            value = self.value_of(answer, context, connection.rank)
+        except BaseException as error:
+            record.end(error)
+            raise
+        record.end(None)
+        return value
 
     def call_async(
         self,
@@ -110,13 +126,14 @@ class Calls:
         timeout: float | None,
         future: Future,
         flags: int = 0,
-        profile: ProfiledFunction | None = None,
+        profile: CallProfile | None = None,
     ) -> None:
         """Call a function on another worker; ``future`` is completed with the outcome.
 
         Only errors of the call itself are raised: if the worker can't be reached, the future gets the error. With
         ``profile``, the callee's events are added to the caller's profile before the future is done.
         """
+        began = _now() if recorder.is_on else 0.0
         context = None if flags & SYSTEM else current_context.get()
         name, rank = self._peers.name_and_rank(to)
         message = self._request(name, rank, context, function, args, kwargs, flags)
@@ -134,6 +151,8 @@ class Calls:
         if message.out_of_band:
             call.keep = message.out_of_band
             self._references.attach_refs(message, connection.rank, connection, lend=True)
+        if began:
+            message.record = CallRecord(RPC_ASYNC, began, message, args, waits=False)
         try:
             call.on_sending(connection)
             connection.call_async(message, call)
@@ -154,7 +173,7 @@ class Calls:
         kwargs: dict[str, Any],
         timeout: float | None,
         site: str,
-        profile: ProfiledFunction | None = None,
+        profile: CallProfile | None = None,
         keep: Any = None,
     ) -> RemoteCall:
         """Have a worker run a function and keep its result under a reference.
@@ -172,6 +191,7 @@ class Calls:
         Returns:
             The call. Its ``item`` is the reference to the value.
         """
+        began = _now() if recorder.is_on else 0.0
         connection = self._connect(to, timeout, function)
         rank = connection.rank
         message = self._request(connection.peer, rank, current_context.get(), function, args, kwargs)
@@ -193,6 +213,8 @@ class Calls:
                 references.users.create(subject)
                 fork = Fork(rank, subject.rref, subject.fork, exists=False)
             references.attach_refs(message, rank, connection, Creation(fork, site.encode()), lend=True)
+            if began:
+                message.record = CallRecord(REMOTE_CALL, began, message, args, decodes=False, waits=False)
             sending = True
             connection.call_async(message, call)
         except (ConnectionLostError, OverloadedError, InjectedFaultError) as error:
@@ -247,11 +269,13 @@ class Calls:
             context.attach(message, rank, graph, placed=placed, ended=self._ended.for_request(rank))
         return message
 
-    def _attach_profile(self, message: Message, profile: ProfiledFunction) -> None:
+    def _attach_profile(self, message: Message, profile: CallProfile) -> None:
+        if isinstance(profile, RecordedFunction):
+            return  # it is the caller's alone
         if self._dialect.restricted:
             raise UsageError("A restricted job records no profiles of calls. Make the call outside of the profile.")
-        message.flags |= PROFILED
-        message.profile = profiling.pack_settings(profile.session.settings)
+        message.flags |= TRACED
+        message.trace = TraceHead(profile.session.settings).pack()
 
     def _after_failed_send(self, message: Message, error: BaseException) -> None:
         """Take back references that were never sent. If they may have been sent, the protocol asks the peer."""
@@ -341,7 +365,7 @@ class FutureResponse(AwaitedCall):
     ) -> None:
         super().__init__(timeout)
         self._describe = describe
-        self.profile: ProfiledFunction | None = None
+        self.profile: CallProfile | None = None
         self._value_of = value_of
         self._future = future
         self._context = context
@@ -379,6 +403,8 @@ class FutureResponse(AwaitedCall):
                 self._describe(error, self)
             if self.profile is not None:
                 self.profile.add(answer)
+            if self.record is not None:
+                self.record.end(error)  # whoever has the result may look for the event
             future = self._future
             if self._again and future.done():
                 pass  # the interrupt came after this

@@ -16,6 +16,7 @@ from farprop.transport import sockets
 from farprop.transport.tls import Certificates, Stream, TlsSocket
 
 _UNIX, _TCP = b"unix", b"tcp"
+_TLS_BYTES = 4096  # read at a time while TLS is made
 _ATTEMPTS = 4
 _LEAST_SECONDS = 0.25
 
@@ -142,7 +143,7 @@ class Dialer:
         while machine.state != READY:
             if to_send:
                 stream.sendall(to_send)
-            data = _receive(stream, deadline)
+            data = _receive(stream, machine.wanted, deadline)
             if not data and machine.state != CHALLENGE:
                 raise _CutShort("it closed the connection before it answered")
             if not data:
@@ -165,21 +166,21 @@ def _make_tls(stream: TlsSocket, sock: socket.socket, deadline: float) -> None:
             sock.sendall(to_send)
         if is_made:
             return
-        data = _receive(sock, deadline)
+        data = _receive(sock, _TLS_BYTES, deadline)
         if not data:
             raise ProtocolError("it closed the connection before TLS was made: is FARPROP_TLS the same on all workers?")
         is_made, to_send = stream.handshake(data)
 
 
-def _receive(stream: Stream, deadline: float) -> bytes:
-    """Receive the next bytes. The deadline is that of the whole handshake."""
+def _receive(stream: Stream, most: int, deadline: float) -> bytes:
+    """Receive the next bytes, at most ``most``. The deadline is that of the whole handshake."""
     while True:
         left = deadline - time.monotonic()
         try:
             if left <= 0:
                 raise TimeoutError
             stream.settimeout(left)
-            return stream.recv(4096)
+            return stream.recv(most)
         except TimeoutError as error:
             raise UnresponsiveError("it accepts connections, but does not answer") from error
         except BlockingIOError:

@@ -12,10 +12,12 @@ import torch
 
 from farprop._torch import set_unwrap_function, wait
 from farprop.errors import renewed, without_frames
+from farprop.protocol.events import WAIT
 from farprop.protocol.waits import seconds_text
 from farprop.runtime.autograd.contexts import Context, current_context
 from farprop.runtime.dynamo_disable import uncompiled
-from farprop.runtime.sync import DoneSignal
+from farprop.runtime.recorder import recorder
+from farprop.runtime.sync import DoneSignal, awaited_by
 from farprop.runtime.thread_pool import pool_of_this_thread
 from farprop.wire.function_names import shown_name
 
@@ -41,7 +43,7 @@ class Future(torch.futures.Future[Any]):
     call: PendingCall | None = None
     """The call whose outcome completes this future, while it is open."""
     called: tuple[str, Sequence[Any]] | None = None
-    """The worker that was called and the call's origin (``client_connection.Origin``), for ``repr``."""
+    """The worker that was called and the call's origin (``future_call.Origin``), for ``repr``."""
     _has_callbacks = False
     _kept: object = None
 
@@ -55,10 +57,15 @@ class Future(torch.futures.Future[Any]):
 
     @uncompiled
     def wait(self) -> Any:
-        call = self.call
-        if call is not None and not self._has_callbacks:
-            call.read()
-        return wait_on_pool(self)
+        began = time.monotonic() if recorder.is_on and not self.done() else 0.0
+        try:
+            call = self.call
+            if call is not None and not self._has_callbacks:
+                call.read()
+            return wait_on_pool(self)
+        finally:
+            if began:
+                recorder.span(WAIT, "wait for a future", began)
 
     def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
         """Like torch's, but the callback runs in the current autograd context of this thread."""
@@ -97,16 +104,22 @@ def keep_until_done(future: torch.futures.Future[Any], kept: object) -> None:
 def wait_on_pool(future: torch.futures.Future[Any]) -> Any:
     """Wait for any of torch's futures like ``Future.wait``."""
     if not future.done():
-        pool = pool_of_this_thread()
-        if pool is not None:
-            with pool.blocked():
-                return wait(future)
-        if threading.get_ident() == threading.main_thread().ident:
-            # Torch's own wait does not handle signals; waiting for a lock does.
-            done = DoneSignal()
-            future.add_done_callback(done.on_done)
-            while not future.done():
-                done.wait(timeout=_LOOK_SECONDS)
+        me = threading.get_ident()
+        awaited_by[me] = future
+        try:
+            pool = pool_of_this_thread()
+            if pool is not None:
+                with pool.blocked():
+                    return wait(future)
+            if me == threading.main_thread().ident:
+                # Torch's own wait does not handle signals; waiting for a lock does.
+                done = DoneSignal()
+                future.add_done_callback(done.on_done)
+                while not future.done():
+                    done.wait(timeout=_LOOK_SECONDS)
+            return wait(future)
+        finally:
+            awaited_by.pop(me, None)
     return wait(future)
 
 

@@ -13,6 +13,7 @@ from farprop.locks import make_lock
 from farprop.protocol import gather as protocol
 from farprop.protocol.gather import Action, AwaitRelease, Broadcast, Failure, Finish, Key, Release, SendValue
 from farprop.runtime.agent import Agent
+from farprop.runtime.first_failure import explained
 from farprop.runtime.futures import Future
 from farprop.wire.message import SYSTEM
 
@@ -52,9 +53,10 @@ class Gathers:
     def begin(
         self, own: str, names: set[str], value: Any, call_seconds: float, on_all_values: Callable[[Key], None]
     ) -> tuple[Key, AllGatherStates]:
+        state = AllGatherStates()  # first: Ctrl-C in it must not leave a gather that nobody performs
         with self._lock:
             key, actions = self._machine.begin(own, names, value, call_seconds)
-            state = self._states[key] = AllGatherStates()
+            self._states[key] = state
             self._on_all_values[key] = on_all_values
             self._add(key, actions)
         return key, state
@@ -103,7 +105,9 @@ class Gathers:
 
     def _add(self, key: Key, actions: list[Action]) -> None:
         if actions:
-            state = self._states[key]
+            state = self._states.get(key)
+            if state is None:
+                raise ConnectionLostError(f"A worker has given up {key}: it was interrupted when it began.")
             if any(isinstance(action, Broadcast | AwaitRelease) for action in actions):
                 self._on_all_values[key](key)
             state.due.extend(actions)
@@ -222,6 +226,8 @@ class _GatherLoop:
                 case Release() as release:
                     self._release(release)
                 case Finish(values, error):
+                    if isinstance(error, FarpropError):
+                        explained(error)
                     if error is not None:
                         raise error
                     self._state.gathered_objects = values
@@ -245,7 +251,7 @@ class _GatherLoop:
                 except ConnectionLostError as error:
                     # It may have sent its last message and left. In that case the message arrives at once.
                     if not signal.wait(_PEER_CHECK_SECONDS):
-                        self._gathers.on_lost(self._key, name, error)
+                        self._gathers.on_lost(self._key, name, explained(error))
             if due:
                 return
             left = _PEER_CHECK_SECONDS if self._deadline is None else self._deadline - time.monotonic()

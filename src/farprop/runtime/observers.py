@@ -13,6 +13,7 @@ import logging
 import secrets
 import socket
 import threading
+from collections.abc import Iterable
 
 from farprop.errors import FarpropError
 from farprop.protocol.handshake import PROVEN, READY, ListenerHandshake
@@ -20,15 +21,21 @@ from farprop.protocol.inspection import (
     CHANNEL,
     LENGTH,
     MAX_QUESTION,
+    RECENT,
+    Answer,
     JobFile,
     Question,
+    Recent,
     Reply,
     from_json,
     to_json,
 )
+from farprop.protocol.recording import Measure, ObserversCommand, Refused, pack, unpack
+from farprop.protocol.recording import Reply as RecordingReply
 from farprop.protocol.roster import Identity
 from farprop.runtime.inspector import Inspector
 from farprop.runtime.job_files import OwnJobFile, find_files
+from farprop.runtime.recording import Recordings
 from farprop.transport.sockets import check_user
 
 _log = logging.getLogger(__name__)
@@ -43,16 +50,20 @@ class Observers:
 
     Args:
         inspector: says what this worker does.
+        recordings: records it.
         identity: this worker's.
         key: what observers have to know.
         job_name: the name that the user gave the job, or "".
     """
 
-    def __init__(self, inspector: Inspector, identity: Identity, key: bytes, job_name: str) -> None:
+    def __init__(
+        self, inspector: Inspector, recordings: Recordings, identity: Identity, key: bytes, job_name: str
+    ) -> None:
         self._inspector = inspector
+        self._recordings = recordings
         self._identity = identity
         self._key = key
-        self._job_name = job_name or inspector.job[:_NAME_LENGTH]
+        self._job_name = job_name or inspector.snapshots.job[:_NAME_LENGTH]
         self._listener: socket.socket | None = None
         self._file: OwnJobFile | None = None
         self._thread: threading.Thread | None = None
@@ -66,7 +77,8 @@ class Observers:
             listener.bind("\0" + name)
             listener.listen(8)
             own = self._identity.to_bytes().decode()
-            content = JobFile(self._inspector.job, self._job_name, self._inspector.member, own, name, self._key.hex())
+            snapshots = self._inspector.snapshots
+            content = JobFile(snapshots.job, self._job_name, snapshots.member, own, name, self._key.hex())
             self._file = OwnJobFile(content)
         except (OSError, FarpropError) as error:
             _log.info("%s can't be inspected from outside of the job: %s", self._identity.name, error)
@@ -105,13 +117,32 @@ class Observers:
                     return
         length = int.from_bytes(_received(sock, LENGTH), "little")
         question = from_json(_received(sock, min(length, MAX_QUESTION)), Question)
-        if question.others:
-            answers = self._inspector.ask_all(question.detail, _OTHERS_SECONDS, question.others)
-            reply = Reply.of(answers.values())
+        if question.record:
+            data = pack(self._recorded(unpack(question.record, ObserversCommand), question.others))
         else:
-            reply = Reply.of([self._inspector.snapshot(question.detail)])
-        data = to_json(reply)
+            data = to_json(Reply.of(self._answers_to(question)))
         sock.sendall(len(data).to_bytes(LENGTH, "little") + data)
+
+    def _answers_to(self, question: Question) -> Iterable[Answer | Recent]:
+        inspector, snapshots = self._inspector, self._inspector.snapshots
+        if question.detail == RECENT:
+            if question.others:
+                return inspector.recent(question.cursors, _OTHERS_SECONDS, question.others).values()
+            return [snapshots.recent(question.cursors.get(self._identity.name, 0))]
+        if question.others:
+            return inspector.ask_all(question.detail, _OTHERS_SECONDS, question.others).values()
+        return [snapshots.snapshot(question.detail)]
+
+    def _recorded(self, command: ObserversCommand, others: list[str]) -> RecordingReply:
+        """Do what an observer who records the job says, or have another worker do it."""
+        try:
+            if isinstance(command, Measure):
+                return self._recordings.measure(others[0], _OTHERS_SECONDS)
+            if others:
+                return self._recordings.ask(others[0], command, _OTHERS_SECONDS)
+        except (FarpropError, IndexError) as error:
+            return Refused(str(error))
+        return self._recordings.handle(command, "a process outside of the job")
 
     def close(self) -> None:
         """Answer nobody any more. A second time does no harm."""

@@ -12,9 +12,13 @@ from farprop.errors import AuthenticationError, ConnectionLostError, ProtocolErr
 from farprop.ids import WorkerInfo
 from farprop.locks import make_lock
 from farprop.protocol.roster import Identity
-from farprop.runtime.client_connection import ClientConnection, FutureCall, timeout_error
+from farprop.runtime.call_records import CallRecord
+from farprop.runtime.client_connection import ClientConnection
 from farprop.runtime.dialer import Dialer, UnresponsiveError, WrongPeerError
+from farprop.runtime.first_failure import explained
+from farprop.runtime.future_call import FutureCall, timeout_error
 from farprop.runtime.membership import Membership
+from farprop.runtime.recorder import recorder
 from farprop.runtime.references.rref_context import RRefContext
 from farprop.runtime.self_connection import Loopback, SelfConnection
 from farprop.runtime.thread_pool import ThreadPool
@@ -26,6 +30,7 @@ from farprop.wire.message import SYSTEM, Message, Method
 _log = logging.getLogger(__name__)
 
 _DIAL_SECONDS = 20.0
+_now = time.monotonic
 NewConnection = Callable[[Stream, Identity, Callable[[Connection], None]], Connection]
 
 
@@ -109,7 +114,7 @@ class Peers:
             except ConnectionLostError as error:
                 if timeout is not None and time.monotonic() - began >= timeout:
                     raise not_run(timeout_error(name, timeout)) from error
-                not_run(error)
+                explained(not_run(error))
                 raise
 
     def _dial_now(self, name: str, deadline: float) -> ClientConnection:
@@ -240,10 +245,7 @@ class Peers:
 
     def send_method(self, rank: int, method: Method, message: Message, call: FutureCall, system: bool) -> None:
         """Call a method on another worker; raises like any call. ``system`` if it is short and runs no user code."""
-        message.name = method.value
-        if system:
-            message.flags |= SYSTEM
-        self.connect(rank, call.timeout).call_async(message, call)
+        send_method(self.connect(rank, call.timeout), method, message, call, system)
 
     def call_method(self, rank: int, method: Method, message: Message, timeout: float | None, system: bool) -> Message:
         """Call a method on another worker, and wait for the answer."""
@@ -253,7 +255,13 @@ class Peers:
         connection = self.by_rank.get(rank)
         if connection is None or connection.lost:
             connection = self.connect(rank, timeout)
-        return connection.call_sync(message, timeout)
+        if not recorder.is_on:
+            return connection.call_sync(message, timeout)
+        record = message.record = CallRecord(method.name, _now(), message)
+        with record:
+            answer = connection.call_sync(message, timeout)
+            record.on_answer(answer)
+            return answer
 
     def is_ready(self, rank: int) -> bool:
         """Whether a call to this worker would be sent without dialling or waiting."""
@@ -294,6 +302,11 @@ class Peers:
         with self._lock:
             return self._sent_before + sum(connection.sent for connection in self.connections.values())
 
+    @property
+    def have_output(self) -> bool:
+        """Whether a connection has bytes that are not sent yet."""
+        return any(connection.outbox_bytes for connection in list(self.connections.values()))
+
     def give_back(self) -> None:
         """Return segments that no message has returned yet."""
         for connection in list(self.connections.values()):
@@ -325,3 +338,13 @@ class Peers:
         self._closed = True
         for connection in self.connections.values():
             connection.abandon()
+
+
+def send_method(connection: ClientConnection, method: Method, message: Message, call: FutureCall, system: bool) -> None:
+    """As ``Peers.send_method``, on a connection."""
+    message.name = method.value
+    if system:
+        message.flags |= SYSTEM
+    if recorder.is_on:
+        message.record = CallRecord(method.name, _now(), message, decodes=False, waits=False)
+    connection.call_async(message, call)

@@ -3,8 +3,10 @@
 While a thread profiles, its calls ask the callee to profile too. The callee sends the events of its operators back
 with the answer, and they appear in the caller's ``function_events``, under the call's key and marked as remote. Torch's
 profiler knows nothing of this, so two of its functions are wrapped: the one that starts a profile (to know its
-settings), and the one that turns records into events (to add ours). The newer ``torch.profiler`` is left alone, as
-it is by torch's own RPC.
+settings), and the one that turns records into events (to add ours).
+
+Under the newer ``torch.profiler``, a call is an event of the thread that makes it, and its run is one of the thread
+that runs it if a profile of all threads is on there. Nothing travels.
 """
 
 from __future__ import annotations
@@ -15,11 +17,19 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
+from torch.autograd.profiler import record_function
 from torch.autograd.profiler_util import FunctionEvent
 
-from farprop._torch import is_legacy_profile, legacy_profile, parse_records, start_trace
+from farprop._torch import (
+    enter_record,
+    exit_record,
+    is_legacy_profile,
+    legacy_profile,
+    parse_records,
+    start_trace,
+)
 from farprop.errors import ProtocolError
-from farprop.wire.message import ANSWER, PROFILED, Message
+from farprop.wire.message import ANSWER, TRACED, Message
 
 REMOTE_OP = "#remote_op: "
 
@@ -34,6 +44,9 @@ _SETTINGS = ("record_shapes", "profile_memory", "with_stack", "with_flops", "wit
 
 # Profiles of all calls that this process serves: their settings, and where the events of each call go.
 served_calls: list[tuple[dict[str, bool], list[list[Any]]]] = []
+
+# Whether the profile of torch's in this process is a part of ``farprop.profile``, which notes calls itself.
+is_farprops_own = False
 
 
 def settings_of(profile: Any) -> dict[str, bool]:
@@ -77,20 +90,30 @@ class ProfiledFunction:
 
     def add(self, answer: Message | None) -> None:
         """The call has ended: add it to the profile, with the callee's events if there is an answer."""
-        recorded = answer is not None and answer.kind == ANSWER and answer.flags & PROFILED
-        remote = unpack_record(answer.profile) if answer is not None and recorded else None
+        recorded = answer is not None and answer.kind == ANSWER and answer.flags & TRACED
+        remote = unpack_record(answer.trace) if answer is not None and recorded else None
         self.session.add_call(self.key, self._began, self._own_id, remote)
 
 
+class RecordedFunction:
+    """One call made under ``torch.profiler``: an event that begins here, and ends on any thread."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, key: str) -> None:
+        self._event = enter_record(key)
+
+    def add(self, answer: Message | None) -> None:
+        """The call has ended. A second time does nothing."""
+        event, self._event = self._event, None
+        if event is not None:
+            exit_record(event)
+
+
+CallProfile = ProfiledFunction | RecordedFunction
+
+
 # Profiles in messages. They are not pickled: a restricted job must be able to refuse them unread.
-
-
-def pack_settings(settings: dict[str, bool]) -> bytes:
-    return msgspec.json.encode(settings)
-
-
-def unpack_settings(data: bytes | memoryview) -> dict[str, bool]:
-    return _decode(data, dict[str, bool])
 
 
 def pack_record(events: list[dict[str, Any]]) -> bytes:
@@ -98,12 +121,8 @@ def pack_record(events: list[dict[str, Any]]) -> bytes:
 
 
 def unpack_record(data: bytes | memoryview) -> list[dict[str, Any]]:
-    return _decode(data, list[dict[str, Any]])
-
-
-def _decode(data: bytes | memoryview, kind: type[_T]) -> _T:
     try:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data, type=list[dict[str, Any]])
     except msgspec.DecodeError as error:
         raise ProtocolError(f"the profile of a call is malformed: {error}") from error
 
@@ -148,6 +167,12 @@ def run_served(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     for _, calls in profiles:
         calls.append(list(profile.function_events or ()))
     return value
+
+
+def run_recorded(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """On the callee, run a function while ``torch.profiler`` is on in this process."""
+    with record_function(name):
+        return function(*args, **kwargs)
 
 
 def _portable(event: FunctionEvent) -> dict[str, Any]:

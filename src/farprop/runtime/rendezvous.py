@@ -22,6 +22,7 @@ from farprop.protocol.roster import Entry, check_roster, decision_from_json, dec
 from farprop.protocol.signing import Keys, Unsigned, unsigned_text
 from farprop.runtime.liveness import Verdict
 from farprop.runtime.rate_limited_log import RateLimitedLog
+from farprop.runtime.store_file import StoreFile
 
 _log = logging.getLogger(__name__)
 
@@ -40,9 +41,10 @@ class _Store:
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
+        self._file = StoreFile.of(store)
 
     def set(self, key: str, value: str) -> None:
-        with _naming(key):
+        with self._using(key, to_write=True):
             self._store.set(key, value)
 
     def set_first(self, key: str, value: str) -> bytes:
@@ -51,7 +53,7 @@ class _Store:
 
     def replace(self, key: str, old: str, new: str) -> bytes:
         """Set a key if it holds the old value, and return its value."""
-        with _naming(key):
+        with self._using(key, to_write=old != new):
             found: Any = self._store.compare_set(key, old, new)
         return found if isinstance(found, bytes) else str(found).encode()
 
@@ -63,23 +65,24 @@ class _Store:
         return value
 
     def has(self, keys: list[str]) -> bool:
-        with _naming(keys[0] if keys else ""):
+        with self._using(keys[0] if keys else "", to_write=False):
             return bool(self._store.check(keys))
 
     def count(self, key: str, step: int = 0) -> int:
-        with _naming(key):
+        with self._using(key, to_write=True):
             return int(self._store.add(key, step))
 
-
-@contextmanager
-def _naming(key: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise RendezvousError(
-            f"The store failed at {key!r}. It has ended, can't be reached, or somebody else has written to it. "
-            f"It says: {error}"
-        ) from error
+    @contextmanager
+    def _using(self, key: str, to_write: bool) -> Iterator[None]:
+        if self._file is not None:
+            self._file.prepare(to_write)
+        try:
+            yield
+        except RuntimeError as error:
+            raise RendezvousError(
+                f"The store failed at {key!r}. It has ended, can't be reached, or somebody else has written to it. "
+                f"It says: {error}"
+            ) from error
 
 
 def job_of(store: dist.Store) -> str:
@@ -275,19 +278,23 @@ class Places:
     def members(self, strict: bool = False) -> dict[str, Entry]:
         """The current members by name. Unsigned values are skipped with a warning; with ``strict`` they raise."""
         with self._believing_nothing(strict):
-            gap = 0
+            place = gap = 0
             is_complete, count = True, self._store.count("places")
-            for place in range(1, count + 1):
-                if place in self._gone:
-                    continue
-                gap += 1
-                with self._believing_nothing(strict):
-                    if not self._store.has([f"place/{place}"]):
-                        is_complete = False
-                    elif self._read(place, f"place/{place}"):
-                        gap = 0
-                if gap > _MAX_GAP:
-                    raise RendezvousError("'places' in the store counts more workers than joined: somebody set it.")
+            ended = len(self._gone)
+            while place < count:
+                place += 1
+                if place not in self._gone:
+                    gap += 1
+                    with self._believing_nothing(strict):
+                        if not self._store.has([f"place/{place}"]):
+                            is_complete = False
+                        elif self._read(place, f"place/{place}"):
+                            gap = 0
+                    if gap > _MAX_GAP:
+                        raise RendezvousError("'places' in the store counts more workers than joined: somebody set it.")
+                if place == count and len(self._gone) > ended:
+                    # Whoever has taken the place of one that has ended may have come after the places were counted.
+                    ended, count = len(self._gone), self._store.count("places")
             self._count, self._is_complete = count, is_complete
         return {entry.name: entry for entry in list(self._known.values())}  # other threads may read the store, too
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from farprop.errors import ConnectionLostError
-from farprop.runtime.client_connection import ClientConnection, Waiter
-from farprop.runtime.spinner import Activity
+from farprop.runtime.answer_reader import Waiter
+from farprop.runtime.client_connection import ClientConnection
 from farprop.wire.message import REQUEST, Message
 
 
@@ -63,7 +63,10 @@ class Loopback:
 
 
 class SelfConnection(ClientConnection):
-    """There is nothing to read, so nobody is the reader: all callers are followers, and the server wakes them."""
+    """There is nothing to read, so nobody is the reader: all callers are followers, and the server wakes them.
+
+    They don't spin: the thread that runs the request needs the interpreter's lock, and would share it with them.
+    """
 
     def open(self, accept: Callable[[Loopback, Message], None]) -> None:
         """Begin; ``accept`` takes the requests."""
@@ -71,8 +74,6 @@ class SelfConnection(ClientConnection):
         loopback.deliver = self._on_answer
         loopback.on_hung_up = lambda: self._threads.submit(self.lose, "it closed the connection")
         self._connection = loopback  # type: ignore[assignment]
-        # The pool runs the request meanwhile, and would end every spin: what counts here is how long answers take.
-        self._activity = Activity()
 
     def _on_answer(self, message: Message) -> None:
         self._deliver([message], self._threads.submit)
@@ -91,10 +92,6 @@ class SelfConnection(ClientConnection):
 
     def _set_events(self) -> None:
         """There is no descriptor."""
-
-    def _await_answer(self, call: Waiter, deadline: float | None) -> None:
-        if not self._spinner.poll(lambda _: [(0, 0)] if call.outcome is not None else [], self._activity):
-            super()._await_answer(call, deadline)
 
     def validate(self) -> None:
         with self._lock:

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 
+from farprop._torch import is_profiled_process
 from farprop.config import Settings
 from farprop.errors import (
     ConnectionLostError,
@@ -31,16 +32,19 @@ from farprop.errors import (
 )
 from farprop.ids import WorkerInfo
 from farprop.locks import make_lock
+from farprop.protocol.events import call_name
 from farprop.protocol.host_liveness import HEARTBEAT_SECONDS
 from farprop.protocol.references.records import OwnedValue, User, UserReference
-from farprop.runtime import profiling
+from farprop.runtime import first_failure, profiling
 from farprop.runtime.accepted_connections import AcceptedConnections
 from farprop.runtime.admission import AdmissionControl, BarrierGate
 from farprop.runtime.async_results import AsyncResults, Deferred
 from farprop.runtime.autograd import anomaly
 from farprop.runtime.autograd.contexts import Context, ContextContainer, current_context
+from farprop.runtime.call_records import ServedRecord
 from farprop.runtime.device_maps import DeviceMaps, careful_value
 from farprop.runtime.event_loop import HANGUP, IN, OUT
+from farprop.runtime.recorder import recorder
 from farprop.runtime.references.rref_context import RRefContext
 from farprop.runtime.request_queue import Request
 from farprop.runtime.self_connection import Loopback
@@ -53,18 +57,19 @@ from farprop.wire.message import (
     ANSWER,
     FAILURE,
     NOTICE,
-    PROFILED,
     REFS,
     REMOTE,
     REQUEST,
     RETURNS,
     SYSTEM,
+    TRACED,
     Message,
     Method,
     ReceivedRefs,
 )
 from farprop.wire.remote_exceptions import operator_error
 from farprop.wire.tensors import DeviceMapRequired
+from farprop.wire.trace_head import TraceHead
 
 _log = logging.getLogger(__name__)
 
@@ -82,12 +87,23 @@ class PendingReply:
     """The state of a request until it is answered.
 
     For ``remote()``, ``creation`` is the slot that keeps the value. ``borrowed`` are references that came with the
-    request. ``record`` returns the events of a profile. ``context`` is the autograd context of the request, and
-    ``call_trace`` its call trace in anomaly mode. ``run`` is for inspection: the function's name, the function, when it
-    was started, its seconds and since when they count.
+    request. ``record`` returns the events of a legacy profile. ``served`` is there while somebody listens to events.
+    ``context`` is the autograd context of the request, and ``call_trace`` its call trace in anomaly mode. ``run`` is
+    for inspection: the function's name, the function, when it was started, its seconds and since when they count.
     """
 
-    __slots__ = ("borrowed", "call_id", "call_trace", "connection", "context", "creation", "flags", "record", "run")
+    __slots__ = (
+        "borrowed",
+        "call_id",
+        "call_trace",
+        "connection",
+        "context",
+        "creation",
+        "flags",
+        "record",
+        "run",
+        "served",
+    )
 
     run: tuple[bytes, Any, float, float | None, float]
 
@@ -101,6 +117,7 @@ class PendingReply:
             self.creation = refs.creation
             self.borrowed = refs.borrowed
         self.record: Record | None = None
+        self.served: ServedRecord | None = None
         self.context: Context | None = None
         self.call_trace = ""
 
@@ -202,6 +219,8 @@ class Server:
             elif message.kind != NOTICE:
                 self._break(connection, f"message kind {message.kind}")
                 return
+            elif message.payload:
+                first_failure.told(bytes(message.payload).decode(errors="replace"))
             elif counted_from and message.is_heartbeat:
                 counted_from = min(counted_from + HEARTBEAT_SECONDS, connection.last_input)
 
@@ -218,6 +237,8 @@ class Server:
             counted_from: the time from which its seconds count.
         """
         flags = message.flags
+        if recorder.is_on:
+            message.arrived = _now()
         _log.debug("%s: has call %d of %s (rank %d)", self._label, message.call_id, connection.peer, connection.rank)
         may_be_system = self._may_be_system
         if (
@@ -300,6 +321,8 @@ class Server:
                 return
             self._admission.begin(connection, message)
         reply = PendingReply(connection, flags, message.call_id, message.received_refs)
+        if recorder.is_on:
+            reply.served = ServedRecord(connection.peer, message, started)
         if flags & REMOTE and reply.creation is None:
             message.received_refs = None
             self._send_failure(reply, ConnectionLostError("its caller has given this call up as lost"), SYSTEM)
@@ -319,7 +342,7 @@ class Server:
             self._measure_gil(self.gil_waits)
         try:
             function, args, kwargs = self._decode(reply, message)
-            settings = self._profile_settings(message) if flags & PROFILED else None
+            settings = self._profile_settings(message) if flags & TRACED else None
         except (FunctionNotFound, NotExposedError) as error:
             self._reject(reply, error)
             return
@@ -339,6 +362,8 @@ class Server:
         reply.run = name, function, started, seconds, counted_from
         me = _get_ident()
         self._serving[me] = reply
+        if reply.served is not None:
+            reply.served.on_decoded(function, args)
         try:
             if settings is not None:
                 value, reply.record = profiling.run_profiled(settings, function, args, kwargs)
@@ -346,6 +371,9 @@ class Server:
                 value = profiling.run_served(function, args, kwargs)
             elif reply.call_trace:
                 value = anomaly.run_with_call_trace(reply.call_trace, function, args, kwargs)
+            elif is_profiled_process() and not profiling.is_farprops_own:
+                shown = call_name("rpc_run", recorder.name_of(name, function), connection.peer, self._worker)
+                value = profiling.run_recorded(shown, function, args, kwargs)
             else:
                 value = function(*args, **kwargs)
         except BaseException as error:
@@ -361,6 +389,8 @@ class Server:
             return
         finally:
             self._serving.pop(me, None)
+            if reply.served is not None:
+                reply.served.on_returned()
             args, kwargs = (), {}
             if outer is not None:
                 current_context.reset(outer)
@@ -419,10 +449,11 @@ class Server:
             return None, *self._decode_call(message.payload, message.buffers, message.flags)
         return self._dialect.decode_function_call(message.payload, message.buffers)
 
-    def _profile_settings(self, message: Message) -> dict[str, bool]:
-        if self._dialect.restricted:
+    def _profile_settings(self, message: Message) -> dict[str, bool] | None:
+        settings = TraceHead.parse(message.trace).profile
+        if settings is not None and self._dialect.restricted:
             raise ProtocolError("A restricted job records no profiles of calls.")
-        return profiling.unpack_settings(message.profile)
+        return settings
 
     # Answering them
 
@@ -433,6 +464,8 @@ class Server:
         name, function, *times = reply.run
         reply.run = shown_name(name, function).encode(), None, *times  # type: ignore[assignment]
         self.unfinished[reply] = value.subscribe if type(value) is Deferred else None
+        if reply.served is not None:
+            reply.served.is_answered_later = True
         return partial(self._end_later, self._answer, reply), partial(self._end_later, self._fail, reply)
 
     def _end_later(self, end: Callable[[PendingReply, Any], None], reply: PendingReply, outcome: Any) -> None:
@@ -480,8 +513,8 @@ class Server:
         if context is not None:
             context.attach(message, reply.connection.rank, graph, reply.call_trace, placed)
         if reply.record is not None:
-            message.flags |= PROFILED
-            message.profile = profiling.pack_record(reply.record())
+            message.flags |= TRACED
+            message.trace = profiling.pack_record(reply.record())
         return message
 
     def _reject(self, reply: PendingReply, error: BaseException) -> None:
@@ -489,6 +522,8 @@ class Server:
         self._fail(reply, error, SYSTEM)
 
     def _fail(self, reply: PendingReply, error: BaseException, flags: int = 0) -> None:
+        if reply.served is not None:
+            reply.served.outcome = type(error).__name__
         if reply.creation is None:
             self._send_failure(reply, error, flags)
         else:
@@ -545,6 +580,8 @@ class Server:
                     self.active -= 1
             if not more and self._corked:
                 self.uncork()
+        if reply.served is not None:
+            reply.served.end(message)
         if self._ended_contexts:
             self.end_contexts()
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from farprop.protocol.references.control_plane import Batch
 from farprop.runtime.autograd.contexts import global_id_of
-from farprop.runtime.client_connection import FutureCall
+from farprop.runtime.client_connection import ClientConnection
+from farprop.runtime.future_call import FutureCall
 from farprop.runtime.membership import Membership
-from farprop.runtime.peers import Peers
+from farprop.runtime.peers import Peers, send_method
 from farprop.runtime.references.rref_context import RRefContext
 from farprop.runtime.thread_pool import ThreadPool
 from farprop.wire.dialect import Dialect
@@ -42,6 +43,7 @@ class WorkerServices:
     def bind(self, peers: Peers, references: RRefContext) -> None:
         """Set the parts whose constructors need this object."""
         self._references = references
+        self.connect = peers.connect
         self.is_ready = peers.is_ready
         self.send_method = peers.send_method
         self.call_method = peers.call_method
@@ -59,11 +61,11 @@ class WorkerServices:
 
     # Calls of farprop's own
 
-    def send_batch(self, rank: int, batch: Batch, call: FutureCall) -> None:
+    def send_batch(self, connection: ClientConnection, batch: Batch, call: FutureCall) -> None:
         args = (self._instance, batch.number, pack_operations(batch.operations))
         message = self.dialect.encode_call(None, args, {})
         message.keep = batch  # fault plans read it
-        self.send_method(rank, Method.CONTROL, message, call, system=True)
+        send_method(connection, Method.CONTROL, message, call, system=True)
 
     def clean_up(self, rank: int, context_id: int) -> None:
         """Have another worker release an autograd context, with the next control batch."""

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
+
+# By thread, the future or the slot of a value that it waits for; for inspection. Whoever waits removes it with ``pop``
+# at the very beginning of a ``finally``: no interrupt comes before that.
+awaited_by: dict[int, Any] = {}
 
 
 class Wait(Protocol):

@@ -65,6 +65,7 @@ class ThreadPool:
         self._delivering = 0  # the same with those that wait
         self._leader: int | None = None  # the thread that polls
         self._idle: dict[int, OneShot] = {}
+        self._coming = 0  # threads that were woken or started, and have taken nothing from the queues yet
         self._threads: set[threading.Thread] = set()
         # By thread, the request that it runs; for inspection, and to know which request a call is made for.
         self.serving: dict[int, Any] = {}
@@ -153,21 +154,27 @@ class ThreadPool:
                 self._hand_over_polling()
 
     def recruit(self) -> None:
-        """Have some thread other than the leader run what is queued."""
+        """Have some thread other than the leader run what is queued, unless enough are on their way already: a
+        thousand answers at once must not wake a thousand threads, which would only wait for each other.
+        """
         with self._lock:
             if self._closed:
                 return
             if self._leader is None:
                 self._hand_over_polling()
-            elif self._idle:
-                # An interrupt can't come between the last two lines: nothing is called there.
+                return
+            answers = min(len(self._answers), _MAX_ANSWERING - self._answering)
+            requests = min(len(self._queue), self._limit - self._running)
+            if self._coming >= max(0, answers) + max(0, requests):
+                return
+            if self._idle:
+                # An interrupt can't come between the last three lines: nothing is called there.
                 last = next(reversed(self._idle))
                 idle = self._idle[last]
                 del self._idle[last]
+                self._coming += 1
                 idle.set()
-            elif len(self._threads) < _MAX_THREADS and (
-                (self._answers and self._answering < _MAX_ANSWERING) or self._running < self._limit
-            ):
+            elif len(self._threads) < _MAX_THREADS:
                 self._spawn(as_leader=False)
 
     # Threads
@@ -175,12 +182,14 @@ class ThreadPool:
     def _spawn(self, as_leader: bool) -> None:
         ready = OneShot()
         thread = threading.Thread(target=self._thread_main, args=(ready,), name=f"farprop-{self._name}", daemon=True)
+        self._coming += 1
         try:
             self._threads.add(thread)
             thread.start()
         except BaseException:
             # Interrupted, or there is no room for a thread. It may run nevertheless, but nobody can wait for it.
             if thread.ident is None:
+                self._coming -= 1
                 self._threads.discard(thread)
             raise
         finally:
@@ -193,16 +202,26 @@ class ThreadPool:
         this_thread.counted = this_thread.answering = 0
         me = _get_ident()
         ready.wait()
+        coming = True
         try:
             while not self._closed:
                 if self._answers:
-                    self._run_answers(me)
+                    self._run_answers(me, coming)
+                    coming = False
                 elif self.requests and self._running < self._limit:
-                    self._run_request(me)
+                    self._run_request(me, coming)
+                    coming = False
                 elif self._leader == me:
+                    if coming:
+                        with self._lock:
+                            self._coming -= 1
+                        coming = False
                     self.loop.poll()
-                elif not self._rest(me):
-                    return
+                else:
+                    rested = self._rest(me, coming)
+                    if rested is None:
+                        return
+                    coming = rested
         finally:
             this_thread.pool = None
             with self._lock:
@@ -210,8 +229,10 @@ class ThreadPool:
                 if self._leader == me and not self._closed:
                     self._hand_over_polling()
 
-    def _run_request(self, me: int) -> None:
+    def _run_request(self, me: int, coming: bool) -> None:
         with self._lock:
+            if coming:
+                self._coming -= 1
             requests, queue = self.requests, self._queue
             if not requests:
                 return  # another thread was faster
@@ -235,7 +256,7 @@ class ThreadPool:
                 if self._leader == me:
                     self._watcher.running_since = None
 
-    def _run_answers(self, me: int) -> None:
+    def _run_answers(self, me: int, coming: bool) -> None:
         """Run what the limit does not hold up, one after the other; other threads may take from the queue meanwhile."""
         answers, lock = self._answers, self._lock
         this_thread.counted = 0
@@ -245,6 +266,9 @@ class ThreadPool:
             except IndexError:
                 break
             with lock:
+                if coming:
+                    self._coming -= 1
+                    coming = False
                 self._answering += 1
                 self._delivering += 1
                 self._activity.running += 1
@@ -262,24 +286,31 @@ class ThreadPool:
                 self._delivering -= 1
                 self._activity.running -= 1
         with lock:
+            if coming:
+                self._coming -= 1
             if self._leader == me:
                 self._watcher.running_since = None
 
-    def _rest(self, me: int) -> bool:
-        """Sleep until there is something to do; False if this thread should end."""
+    def _rest(self, me: int, coming: bool) -> bool | None:
+        """Sleep until there is something to do.
+
+        Returns:
+            Whether this thread counts as coming, because another one woke it; None if it should end.
+        """
         woken = OneShot()
         with self._lock:
+            if coming:
+                self._coming -= 1
             if self._closed:
-                return False
+                return None
             if self._leader == me or self._answers or (self.requests and self._running < self._limit):
-                return True
+                return False
             self._idle[me] = woken
-        if woken.wait(timeout=_REST_SECONDS):
-            return not self._closed
-        with self._lock:
-            if self._idle.pop(me, None) is None:
-                return not self._closed  # woken at the last moment
-            return len(self._threads) <= self._limit
+        if not woken.wait(timeout=_REST_SECONDS):
+            with self._lock:
+                if self._idle.pop(me, None) is not None:
+                    return False if len(self._threads) <= self._limit else None
+        return None if self._closed else True
 
     def _hand_over_polling(self) -> None:
         """Make an idle or new thread the leader. Called under the lock."""
@@ -291,6 +322,7 @@ class ThreadPool:
             idle = self._idle[last]
             del self._idle[last]
             self._leader = last
+            self._coming += 1
             idle.set()
         else:
             self._spawn(as_leader=True)
@@ -426,7 +458,7 @@ class Blocked:
                 pool._activity.running -= this_thread.counted + this_thread.answering
                 if pool._leader == _get_ident():
                     pool._hand_over_polling()
-            if pool.requests:
+            if pool.requests or pool._answers:
                 pool.recruit()
 
     def __exit__(self, *_: object) -> None:

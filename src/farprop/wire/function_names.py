@@ -19,6 +19,8 @@ from farprop.wire.message import Method
 
 # Enough for any program's functions, and a bound for programs that keep making functions.
 _MAX_NAMES = 4096
+# How farprop's own methods are shown: by the function that a program calls, if there is one.
+_METHODS = {method.value: method.name.lower() for method in Method} | {Method.FETCH.value: "to_here"}
 
 _names: dict[Any, bytes] = {}
 _resolvers: dict[bytes, tuple[Any, Callable[[Any], Any]]] = {}
@@ -53,7 +55,7 @@ def shown_name(name: bytes, function: Any = None) -> str:
         return "a function" if function is None else str(getattr(function, "__qualname__", type(function).__name__))
     if len(name) > 1:
         return name.decode(errors="replace")
-    return next((method.name for method in Method if method.value == name), f"method {name[0]}")
+    return _METHODS.get(name) or f"method {name[0]}"
 
 
 def resolve(name: bytes) -> Any:

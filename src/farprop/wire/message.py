@@ -2,7 +2,7 @@
 
 A message is a header of fixed size, then a body, then the buffers that travel inline. The body holds, in this order:
 the function's name, the numbers of the returned shared-memory segments, the table of buffers, the heads that the flags
-announce (``REFS``, ``REMOTE``, ``CONTEXT``, ``PROFILED``, ``RETURNS``, in this order), and the payload, which a codec
+announce (``REFS``, ``REMOTE``, ``CONTEXT``, ``TRACED``, ``RETURNS``, in this order), and the payload, which a codec
 wrote.
 
 Rules that hold here:
@@ -33,13 +33,13 @@ class Kind(enum.IntEnum):
     REQUEST = 1  # run a function or a method
     ANSWER = 2  # its value
     FAILURE = 3  # its exception
-    NOTICE = 4  # not a call: returned segments or, with FORGET, segments to unmap
+    NOTICE = 4  # not a call: returned segments; with FORGET, segments to unmap; with a payload, last words
 
 
 class Flag(enum.IntFlag):
     # A request of farprop's own: not counted as work of the program. In a failure: farprop did not run the request.
     SYSTEM = 1
-    PROFILED = 2  # in a request: record the operators that it runs; in an answer: the record follows
+    TRACED = 2  # in a request: a ``TraceHead`` follows; in an answer: the record of a profile
     FORGET = 4  # in a notice: the numbers are segments that the sender dropped
     FAST = 8  # fast_codec wrote the payload
     REFS = 16  # the message carries remote references
@@ -49,9 +49,9 @@ class Flag(enum.IntFlag):
 
 
 REQUEST, ANSWER, FAILURE, NOTICE = (int(kind) for kind in Kind)
-SYSTEM, PROFILED, FORGET, FAST, REFS, REMOTE, CONTEXT, RETURNS = (int(flag) for flag in Flag)
+SYSTEM, TRACED, FORGET, FAST, REFS, REMOTE, CONTEXT, RETURNS = (int(flag) for flag in Flag)
 ALL_FLAGS = sum(Flag)
-HEADS = REFS | REMOTE | CONTEXT | PROFILED | RETURNS
+HEADS = REFS | REMOTE | CONTEXT | TRACED | RETURNS
 
 
 class Method(enum.Enum):
@@ -67,6 +67,7 @@ class Method(enum.Enum):
     PASS_FAILED = b"\x14"  # to the origin: its pass failed
     ABORT = b"\x15"  # from the origin: undo the pass
     CONTEXT_EXISTS = b"\x16"  # to the creator of a context: does it still exist
+    RECORD = b"\x1e"  # note what this worker does, for a profile
     INSPECT = b"\x1f"  # what does this worker do
 
 
@@ -138,6 +139,7 @@ class Message:
     """
 
     __slots__ = (
+        "arrived",
         "autograd",
         "buffers",
         "call_id",
@@ -149,17 +151,20 @@ class Message:
         "name",
         "out_of_band",
         "payload",
-        "profile",
         "received_refs",
+        "record",
         "refs",
         "returned",
         "returned_segments",
         "seconds",
         "sent",
+        "trace",
     )
 
     function_name: bytes
     """What inspection shows for a function that travels without a name. Not set for others, and never sent."""
+    arrived: float
+    """When a request was read. Set only while somebody listens to events."""
 
     def __init__(
         self,
@@ -188,17 +193,23 @@ class Message:
         self.returned: Sequence[ReturnedFork] = ()
         self.creation: Creation | None = None
         self.autograd: AutogradHead | None = None
-        self.profile: bytes | memoryview = b""
+        self.trace: bytes | memoryview = b""
         self.received_refs: ReceivedRefs | None = None
         self.sent = False  # True once some of its bytes may have been sent
+        self.record: Any = None  # of a request that somebody listens to: its ``CallRecord``
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the payload and the buffers."""
+        size = len(self.payload)
+        if self.buffers:
+            size += sum([buffer.nbytes for buffer in self.buffers])
+        return size
 
     @property
     def memory(self) -> int:
         """The bytes that a request takes while it waits, roughly."""
-        size = _OVERHEAD + len(self.payload)
-        if self.buffers:
-            size += sum([buffer.nbytes for buffer in self.buffers])
-        return size
+        return _OVERHEAD + (self.nbytes if self.buffers else len(self.payload))
 
     @property
     def is_heartbeat(self) -> bool:
@@ -240,8 +251,8 @@ class Message:
             parts += (_AUTOGRAD.pack(context_id, message_id, tensors, len(trace), len(ended)), trace)
             if ended:
                 parts.append(struct.pack(f"<{len(ended)}Q", *ended))
-        if self.flags & PROFILED:
-            parts += (_COUNT.pack(len(self.profile)), self.profile)
+        if self.flags & TRACED:
+            parts += (_COUNT.pack(len(self.trace)), self.trace)
         if self.flags & RETURNS:
             parts.append(_COUNT.pack(len(self.returned)))
             parts += [_RETURNED.pack(*fork, orphans) for fork, orphans in self.returned]
@@ -280,10 +291,10 @@ class Message:
                     ended = struct.unpack_from(f"<{count}Q", data, at)
                     at += 8 * count
                 self.autograd = AutogradHead(context_id, message_id, tensors, trace, ended)
-            if flags & PROFILED:
+            if flags & TRACED:
                 (length,) = _COUNT.unpack_from(data, at)
                 at += _COUNT.size
-                self.profile = data[at : at + length]
+                self.trace = data[at : at + length]
                 at += length
             if flags & RETURNS:
                 at = self._parse_returned(data, at)
@@ -317,6 +328,11 @@ def check_header(kind: int, flags: int, seconds: float) -> None:
 def notice(returned: Sequence[int] = (), flags: int = 0) -> bytes:
     """Pack a notice of returned segments or, with ``FORGET``, of dropped ones."""
     return Message(b"", [], flags=flags, kind=NOTICE).pack((), returned)
+
+
+def last_words(text: str) -> Message:
+    """A notice of a process that fails: who failed first, and with what."""
+    return Message(text.encode(errors="replace"), [], flags=SYSTEM, kind=NOTICE)
 
 
 # References

@@ -6,7 +6,9 @@ import os
 import re
 import secrets
 import signal
+import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import farprop.distributed  # noqa: F401 - it registers the backend
+from farprop.distributed.native import bootstrap
 from farprop.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -349,3 +352,15 @@ def start_and_end_threads(rank: int, size: int) -> None:
 
 def test_no_thread_is_left_behind():
     run_workers(start_and_end_threads, 2, (2,))
+
+
+def test_rank_that_goes_away_while_descriptors_are_passed() -> None:
+    """It has not read what was sent to it, so the kernel says that it has reset the connection."""
+    own, other = socket.socketpair()
+    with own:
+        own.send(b"x")
+        other.close()
+        with pytest.raises(RendezvousError, match="Rank 3 was lost"):
+            bootstrap._receive_descriptor(own, 3, time.monotonic() + 10)
+        with pytest.raises(RendezvousError, match="Rank 3 was lost"):
+            bootstrap._send_descriptor(own, 3, own.fileno())

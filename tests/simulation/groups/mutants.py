@@ -34,7 +34,7 @@ def wrong_rank_blamed(self: CollectiveConsistency, rank: int, number: int, finge
 
 @_group_mutant("on_peer_lost")
 def deaths_taken_for_leaving(self: CollectiveConsistency, rank: int, why: str) -> None:
-    self.on_peer_left(rank)
+    self.on_peer_left(rank, "", "")
 
 
 @_group_mutant("on_peer_lost")
@@ -46,8 +46,13 @@ def deaths_not_reported(self: CollectiveConsistency, rank: int, why: str) -> Non
 
 
 @_group_mutant("on_peer_left")
-def leaving_taken_for_death(self: CollectiveConsistency, rank: int) -> None:
+def leaving_taken_for_death(self: CollectiveConsistency, rank: int, kind: str, text: str) -> None:
     self.on_peer_lost(rank, "it said goodbye")
+
+
+@_group_mutant("on_peer_left")
+def reasons_of_leavers_ignored(self: CollectiveConsistency, rank: int, kind: str, text: str) -> None:
+    _HEALTHY["on_peer_left"](self, rank, "", "")
 
 
 @_group_mutant("_fail")

@@ -138,10 +138,15 @@ class World:
             self.wires[wire].append(("closed",))
 
     def _finish(self, rank: Rank) -> None:
-        """A rank that is done leaves. In runs with a mismatch all ranks stay, because leaving would hide it."""
+        """A rank that is done leaves. In runs with a mismatch it stays, because leaving would hide it."""
         if rank.is_over and rank.error is None and not rank.is_gone and self.fault != "mismatch":
-            self._tell_all(rank, "goodbye")
-            rank.is_gone = True
+            self._leave(rank)
+
+    def _leave(self, rank: Rank) -> None:
+        failure = rank.machine.failure
+        self.say("rank %d leaves", rank.machine.rank)
+        self._tell_all(rank, "goodbye", *("", "") if failure is None else (type(failure).__name__, str(failure)))
+        rank.is_gone = True
 
     def _deliver(self, source: int, target: int) -> None:
         kind, *rest = self.wires[source, target].popleft()
@@ -157,7 +162,7 @@ class World:
         elif kind == "closed":
             rank.machine.on_peer_lost(source, "its connection has closed")
         elif kind == "goodbye":
-            rank.machine.on_peer_left(source)
+            rank.machine.on_peer_left(source, *rest)
             if source in rank.awaited and rank.machine.failure is None:
                 raise Violation(f"rank {source} left before rank {target} had its part")
         else:
@@ -174,6 +179,8 @@ class World:
             self._tell_all(rank, "broken", type(failure).__name__, str(failure))
         if not rank.is_over:
             rank.error = failure
+            if self.chance.random() < 0.5:
+                self._leave(rank)  # others may hear this before they hear who found the failure
 
     # What must hold in the end
 
@@ -185,7 +192,7 @@ class World:
             if not self.counts[FAULTS[self.fault]]:
                 if failure is not None:
                     raise Violation(f"nothing was wrong, but: {failure}")
-            elif rank.is_gone:
+            elif rank.is_gone and rank.error is None:
                 continue
             elif self.fault == "mismatch":
                 if not isinstance(failure, CollectiveMismatchError):

@@ -18,13 +18,14 @@ from farprop.distributed.native import host_messages, mesh
 from farprop.runtime import (
     accepted_connections,
     agent,
+    answer_reader,
     client_connection,
     futures,
     gather,
     liveness,
     membership,
     peers,
-    self_connection,
+    room,
 )
 from farprop.runtime.autograd import abort, driver
 from farprop.runtime.references import owned_values
@@ -84,8 +85,9 @@ def install() -> None:
         (agent, "Observers", process.Observers),
         (accepted_connections, "make_ready", lambda _: None),
         (client_connection, "select", Select),
-        (client_connection, "Waker", Waker),
-        (self_connection, "Activity", process.Activity),
+        (answer_reader, "select", Select),
+        (answer_reader, "Waker", Waker),
+        (room, "Waker", Waker),
         (owned_values, "OneShot", Signal),
         (driver, "Waker", Waker),
         (abort, "threading", events),

@@ -116,6 +116,7 @@ class Pool:
         self._delivering = 0
         self.serving: dict[int, Any] = {}
         self.running = 0
+        self._is_closed = False
 
     def start(self) -> None:
         """Threads are started when there is something to run."""
@@ -145,7 +146,8 @@ class Pool:
     def _run(self, request: Any) -> None:
         _, function, args = request
         try:
-            function(*args)
+            if not self._is_closed:  # the real one drops what has not begun
+                function(*args)
         finally:
             self.running -= 1
 
@@ -166,6 +168,7 @@ class Pool:
         return dict.fromkeys(("threads", "limit", "idle", "running", "queued"), 0)
 
     def close(self, timeout: float) -> None:
+        self._is_closed = True
         self.loop.close()
 
     abandon = start

@@ -328,6 +328,8 @@ def join(process: Process) -> None:
 def watch(process: Process) -> None:
     """Ask to be told when another worker dies."""
     world = process.world
+    if process.is_leaving:
+        return
     others = [other for other in world.live() if other is not process and other.has_joined]
     for watched in world.rng.sample(others, min(len(others), world.rng.randint(1, 2))):
         if world.excused({watched.name}):

@@ -136,7 +136,10 @@ def _connect_peers(
             acceptor.listen(listener)
         for entry in entries[:rank]:
             peers[entry.rank] = dialer.dial(entry, deadline)
-            peers[entry.rank].sendall(_HELLO)
+            try:
+                peers[entry.rank].sendall(_HELLO)
+            except OSError as error:
+                raise _lost(entry.rank, error) from error
         while len(peers) < len(entries) - 1:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -172,7 +175,7 @@ def _share_memory(
             raise RendezvousError(f"Rank {rank} can't make {size} bytes of shared memory: {error}") from error
         try:
             for other in others:
-                _send_descriptor(peers[other], descriptor)
+                _send_descriptor(peers[other], other, descriptor)
         finally:
             os.close(descriptor)
     else:
@@ -184,7 +187,7 @@ def _share_memory(
     wakeup_fds = {rank: new_wakeup_fd()}
     try:
         for other in others:
-            _send_descriptor(peers[other], wakeup_fds[rank])
+            _send_descriptor(peers[other], other, wakeup_fds[rank])
         for other in others:
             wakeup_fds[other] = _receive_descriptor(peers[other], other, deadline)
     except BaseException:
@@ -194,15 +197,21 @@ def _share_memory(
     return memory, [wakeup_fds[member] for member in host]
 
 
-def _send_descriptor(sock: Stream, descriptor: int) -> None:
-    sock.sendmsg([b"d"], rights(descriptor))
+def _send_descriptor(sock: Stream, to: int, descriptor: int) -> None:
+    try:
+        sock.sendmsg([b"d"], rights(descriptor))
+    except OSError as error:
+        raise _lost(to, error) from error
 
 
 def _receive_descriptor(sock: Stream, source: int, deadline: float) -> int:
     _await_data(sock, source, deadline)
     if not isinstance(sock, socket.socket):
         raise RendezvousError(f"Rank {source} is on another host, and can't share memory with this one.")
-    count, descriptor = receive_with_descriptor(sock, memoryview(bytearray(1)))
+    try:
+        count, descriptor = receive_with_descriptor(sock, memoryview(bytearray(1)))
+    except OSError as error:
+        raise _lost(source, error) from error
     if not count or descriptor is None:
         raise RendezvousError(f"Rank {source} went away, or passed no memory, while the group was made.")
     return descriptor
@@ -216,7 +225,11 @@ def _receive_byte(stream: Stream, source: int, deadline: float) -> bytes:
         except BlockingIOError:
             pass  # only a part of a TLS record has arrived
         except (OSError, ProtocolError) as error:
-            raise RendezvousError(f"Rank {source} was lost while the group was made: {error}") from error
+            raise _lost(source, error) from error
+
+
+def _lost(rank: int, error: Exception) -> RendezvousError:
+    return RendezvousError(f"Rank {rank} was lost while the group was made: {error}")
 
 
 def _await_data(sock: Stream, source: int, deadline: float) -> None:

@@ -30,7 +30,9 @@ class FrameKind(IntEnum):
     GROUP_FAILED = 4
     """The group is broken; the text says why."""
     GOODBYE = 5
-    """The sender leaves the group. Nothing comes after it."""
+    """The sender leaves the group; the text says what has broken the group, if it is broken. Nothing comes after it."""
+    PROGRAM_FAILED = 6
+    """The sender's program ends with an exception; the text says who failed first. Nothing comes after it."""
 
 
 class FrameHeader(NamedTuple):
@@ -101,7 +103,7 @@ class FrameReader:
         """``count`` bytes were received into the target.
 
         Returns:
-            Whether the rank sends more; False after its goodbye.
+            Whether the rank sends more; False after its last frame.
 
         Raises:
             ProtocolError: the bytes are not a frame.
@@ -119,7 +121,7 @@ class FrameReader:
             self._message.recv.finish(error)
 
     def _advance(self) -> bool:
-        """The target is full: set the next one. Returns False after the rank's goodbye."""
+        """The target is full: set the next one. Returns False after the rank's last frame."""
         if self._message is not None:
             self._handler.matcher.complete(self._message)
             self._begin_frame()
@@ -142,7 +144,7 @@ class FrameReader:
         if kind not in (FrameKind.COLLECTIVE, FrameKind.MESSAGE):
             self._handler.handle(self._peer, kind, text)
             self._begin_frame()
-            return kind != FrameKind.GOODBYE
+            return kind not in (FrameKind.GOODBYE, FrameKind.PROGRAM_FAILED)
         # In this order: if there is no memory for the data, ``abandon`` has to know of the receive.
         self._message = IncomingMessage(kind, self._peer, header.key, text, header.data_length)
         self._handler.matcher.begin(self._message)

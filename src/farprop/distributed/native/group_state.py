@@ -11,6 +11,7 @@ from functools import cached_property
 from farprop.errors import CollectiveError, renewed
 from farprop.locks import make_lock
 from farprop.protocol.collective_consistency import CollectiveConsistency
+from farprop.runtime.first_failure import explained
 
 _MAX_FINGERPRINT = 1000  # characters: shared memory has room for as many
 PATIENCE = 0.1  # seconds that a rank waits for others before it sends its fingerprint to all
@@ -90,9 +91,9 @@ class GroupState:
         with self:
             self._consistency.on_peer_lost(rank, why)
 
-    def on_peer_left(self, rank: int) -> None:
+    def on_peer_left(self, rank: int, kind: str, text: str) -> None:
         with self:
-            self._consistency.on_peer_left(rank)
+            self._consistency.on_peer_left(rank, kind, text)
 
     def on_peer_failure(self, rank: int, kind: str, text: str) -> None:
         with self:
@@ -128,6 +129,8 @@ class GroupState:
     def __exit__(self, *_: object) -> None:
         """Release the lock, and report the failure if the group has broken meanwhile."""
         failure = self._consistency.failure
+        if failure is not None and not self._was_broken:
+            explained(failure)
         is_new, tell_others = failure is not None and not self._was_broken, not self._consistency.is_announced
         self._lock.release()
         if is_new and failure is not None:

@@ -21,6 +21,7 @@ from farprop.distributed.native.matching import MessageMatcher, PostedRecv
 from farprop.errors import CollectiveError, CollectiveTimeoutError, ProtocolError, RankLostError, renewed
 from farprop.locks import make_lock
 from farprop.protocol.host_liveness import PROBE_SECONDS, HostLiveness, HostState
+from farprop.runtime.first_failure import SECONDS, explained, told
 from farprop.transport import sockets
 from farprop.transport.sockets import SEND_FLAGS, unsent
 from farprop.transport.tls import Stream, TlsSocket
@@ -31,6 +32,7 @@ _GOODBYE_SECONDS = 1.0
 _REPORT_SECONDS = 0.5
 _READS_A_TURN = 64  # then it is the turn of the next rank
 _LEFT = "it has left the group"
+_FAILED = "its program has ended with an exception"
 
 
 class Mesh:
@@ -62,6 +64,7 @@ class Mesh:
         self._gone: dict[int, str] = {}  # ranks that can't be reached any more, and why
         self._newly_lost: deque[int] = deque()  # those of them that somebody may still wait for
         self._is_closed = False
+        self._has_failed = False  # the program of this rank
         self._readers = {peer: FrameReader(self, peer, max_bytes) for peer in peers}
         self._selector = selectors.DefaultSelector()
         self._stop, self._stopped = socket.socketpair()
@@ -161,7 +164,7 @@ class Mesh:
         )
 
     def _lost(self, peer: int) -> RankLostError:
-        return RankLostError(f"Rank {self.rank} can't reach rank {peer}: {self._gone[peer]}.")
+        return explained(RankLostError(f"Rank {self.rank} can't reach rank {peer}: {self._gone[peer]}."))
 
     def notify_all(self, kind: FrameKind, text: str, seconds: float, key: int = 0) -> None:
         """Send a frame without data to every rank that can be reached, within ``seconds`` in all."""
@@ -284,11 +287,15 @@ class Mesh:
     def handle(self, peer: int, kind: FrameKind, text: str) -> None:
         """A frame without data has arrived; called by the readers."""
         if kind == FrameKind.GOODBYE:
-            self.state.on_peer_left(peer)
+            name, _, why = text.partition(" ")
+            self.state.on_peer_left(peer, name, why)
             self._lose(peer, _LEFT)
         elif kind == FrameKind.GROUP_FAILED:
             name, _, why = text.partition(" ")
             self.state.on_peer_failure(peer, name, why)
+        elif kind == FrameKind.PROGRAM_FAILED:
+            told(text)
+            self._lose(peer, _FAILED)
 
     def _lose(self, peer: int, why: str) -> None:
         """A rank can't be reached any more, or has left: end everything that waits for it."""
@@ -312,8 +319,8 @@ class Mesh:
                 return  # another thread does it
             why = self._gone[peer]
             _log.debug("rank %d has lost rank %d: %s", self.rank, peer, why)
-            if why is not _LEFT:
-                # Wake threads that wait to send to it. A rank that has left would take the shutdown for our death.
+            if why not in (_LEFT, _FAILED):
+                # Wake threads that wait to send to it. A rank that leaves would take the shutdown for our death.
                 with contextlib.suppress(OSError):
                     self._sockets[peer].shutdown(socket.SHUT_RDWR)
             self.state.on_peer_lost(peer, why)
@@ -329,14 +336,20 @@ class Mesh:
         _log.debug("the group is broken on rank %d: %s", self.rank, failure)
         self.matcher.fail(failure, lambda recv: self._failure_of(recv.kind) is not None)
         self._on_state_change()
-        if tell_others:
-            self.notify_all(FrameKind.GROUP_FAILED, f"{type(failure).__name__} {failure}", _REPORT_SECONDS)
+        if tell_others and not self._has_failed:
+            self.notify_all(FrameKind.GROUP_FAILED, _told(failure), _REPORT_SECONDS)
 
     # The end
 
     def say_goodbye(self) -> None:
-        """Tell the other ranks that this one leaves."""
-        self.notify_all(FrameKind.GOODBYE, "", _GOODBYE_SECONDS)
+        """Tell the other ranks that this one leaves, and what has broken the group, if it is broken."""
+        failure = self.state.failure
+        self.notify_all(FrameKind.GOODBYE, "" if failure is None else _told(failure), _GOODBYE_SECONDS)
+
+    def say_last_words(self, text: str) -> None:
+        """Tell the other ranks that the program of this one fails, and who failed first."""
+        self._has_failed = True  # what the others do now is because of this
+        self.notify_all(FrameKind.PROGRAM_FAILED, text, SECONDS)
 
     def close(self) -> None:
         """Say goodbye, end the thread, close all connections. A callback may call it in the thread itself."""
@@ -363,3 +376,8 @@ class Mesh:
         self._stopped.close()
         for sock in self._sockets.values():
             sock.close()
+
+
+def _told(failure: CollectiveError) -> str:
+    """A failure as it travels to other ranks."""
+    return f"{type(failure).__name__} {failure}"

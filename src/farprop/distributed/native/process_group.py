@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
 import weakref
@@ -42,6 +43,9 @@ from farprop.distributed.reduction import ReduceKind, Reduction
 from farprop.distributed.work import CompletedWork, Work, begin_profile_event, completed, end_profile_event
 from farprop.errors import CollectiveTimeoutError, UsageError, renewed
 from farprop.locks import make_lock
+from farprop.protocol.events import COLLECTIVE
+from farprop.runtime import first_failure
+from farprop.runtime.recorder import recorder
 
 _MAX_TIMEOUT = timedelta(days=7)  # timedelta.max is more than system calls take
 _open_groups: weakref.WeakSet[NativeProcessGroup] = weakref.WeakSet()
@@ -89,6 +93,7 @@ class NativeProcessGroup(ProcessGroup):
         self._closed = threading.Event()
         self._is_forked = False
         _open_groups.add(self)
+        first_failure.watch_end()
 
     def getBackendName(self) -> str:  # noqa: N802
         return "farprop"
@@ -107,11 +112,14 @@ class NativeProcessGroup(ProcessGroup):
         check_device(tensor)
         deadline = time.monotonic() + self.timeout.total_seconds()
         event = begin_profile_event("send", [tensor])
+        began = time.monotonic() if recorder.is_on else 0.0
         try:
             data = bytes_of(tensor.contiguous())
             self._mesh.send(dst, FrameKind.MESSAGE, tag, dtype_name(tensor), data, deadline)
         finally:
             end_profile_event(event)
+            if began:
+                recorder.span(COLLECTIVE, "send", began, bytes=tensor.nbytes)
         return completed([tensor])
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Work:
@@ -261,11 +269,14 @@ class NativeProcessGroup(ProcessGroup):
         event = begin_profile_event(name, inputs)
 
         def job() -> None:
+            began = time.monotonic() if recorder.is_on else 0.0
             try:
                 for op in ops:
                     self._run(op, seconds)
             finally:
                 end_profile_event(event)
+                if began:
+                    recorder.span(COLLECTIVE, name, began, bytes=sum([tensor.nbytes for tensor in inputs]))
 
         if not getattr(opts, "asyncOp", True) and self._queue.run_inline(job):
             return CompletedWork(outputs)
@@ -301,6 +312,9 @@ class NativeProcessGroup(ProcessGroup):
 
     def shutdown(self) -> None:
         """Called by ``destroy_process_group``. Works that are not done fail, here and on the other ranks."""
+        error = sys.exception()  # ``destroy_process_group`` in a ``finally`` clause
+        if error is not None:
+            self.tell_failure(error)
         if threading.current_thread() is not threading.main_thread():
             self._close()
             return
@@ -327,6 +341,12 @@ class NativeProcessGroup(ProcessGroup):
         self._mesh.close()
         if self._arena is not None:
             self._arena.close()
+
+    def tell_failure(self, error: BaseException) -> None:
+        """The program of this rank fails: tell the other ranks who failed first, and with what."""
+        text = first_failure.last_words(error, f"rank {self.rank()}")
+        if text and not self._is_closed:
+            self._mesh.say_last_words(text)
 
     def leave(self) -> None:
         """Say goodbye, and nothing else: this process ends."""
@@ -393,8 +413,17 @@ class _RecvWork(Work):
 @atexit.register
 def _leave_at_exit() -> None:
     """Tell the other ranks that a program that ends without destroy_process_group has left, and has not died."""
+    error = first_failure.uncaught()
+    if error is not None:
+        _tell_failure(error)
     for group in list(_open_groups):
         group.leave()
+
+
+@first_failure.at_failing_end
+def _tell_failure(error: BaseException) -> None:
+    for group in list(_open_groups):
+        group.tell_failure(error)
 
 
 def _after_fork_in_child() -> None:

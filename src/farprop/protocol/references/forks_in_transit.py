@@ -118,8 +118,10 @@ class ForksInTransit:
         self.release(fork, listed=False)
 
     def release(self, fork: GlobalId, listed: bool) -> None:
-        """A fork does not depend on its source any more: the owner lists it, or never will."""
-        passed = self.passed.pop(fork, None)
+        """A fork does not depend on its source any more: the owner lists it, or never will. If this is interrupted, it
+        can be done again.
+        """
+        passed = self.passed.get(fork)
         if passed is None:
             return
         source = passed.source
@@ -128,6 +130,7 @@ class ForksInTransit:
             self._users.release_if_free(source)
         elif not listed or passed.to == self._plane.own_rank:
             self._owner.unlist_fork(source, fork)
+        self.passed.pop(fork, None)
 
     def _note_orphans(self, fork: GlobalId) -> None:
         """A fork will not be listed, and whoever had it may have passed it on."""

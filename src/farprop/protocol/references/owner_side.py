@@ -79,14 +79,19 @@ class OwnerSide:
         self._accept_all(value)
 
     def _free_if_unused(self, value: OwnedValue) -> None:
-        if not value.forks and not value.accepts and value.state is not Value.FREED:
+        if value.forks or value.accepts:
+            return
+        if value.state is not Value.FREED:
             if value.state is Value.AWAITED:
                 self._plane.instruct(InstructionKind.BROKEN, value)
             elif value.state is Value.MADE and value.rref in self._orphaned:
                 self._freed_orphaned.add(value.rref)
             value.move(ValueEvent.LAST_GONE)
-            self.values.pop(value.rref, None)
-            self._plane.instruct(InstructionKind.FREED, value)
+        elif value.rref not in self.values:
+            return
+        # From here on also if an earlier attempt was interrupted.
+        self._plane.instruct(InstructionKind.FREED, value)
+        self.values.pop(value.rref, None)
 
     # The list of forks
 
@@ -122,6 +127,13 @@ class OwnerSide:
             return UserReference(fork.owner, fork.rref, fork.fork, sender, User.VOID, fork.exists)
         if value.state is Value.AWAITED:
             value.accepts[fork.fork] = sender  # keeps it awaited, though the sender may drop its own fork
+        return value
+
+    def find_lent(self, fork: Fork, sender: int) -> OwnedValue | None:
+        """The value of a fork that ``borrow`` would take without changing anything."""
+        value = self.values.get(fork.rref)
+        if value is None or value.state is not Value.MADE or value.forks.get(fork.fork) != sender:
+            return None
         return value
 
     def _accept_all(self, value: OwnedValue) -> None:

@@ -154,6 +154,14 @@ class RRefStateMachine:
         """
         return self._transit.arrive(fork, sender, borrow)
 
+    def find_lent(self, fork: Fork, sender: int) -> OwnedValue | None:
+        """As ``arrive``, for a fork that was lent to this worker. This changes nothing, and needs no lock.
+
+        Returns:
+            The value, if it is made and lists the sender's fork; else None, and the caller calls ``arrive``.
+        """
+        return self._owner.find_lent(fork, sender) if fork.lent else None
+
     def keep(self, reference: UserReference) -> None:
         """The program has a reference that it borrowed for longer than the call. To do this twice does no harm."""
         self._users.keep(reference)
@@ -229,6 +237,7 @@ class RRefStateMachine:
     def replaced(self, peer: int) -> None:
         """A new process has taken the rank of a dead one."""
         self.dead.discard(peer)
+        self._users.owner_replaced(peer)
 
     def _execute(self, peer: int, operation: Operation) -> bool:
         """Execute an operation that a peer asks for. Returns whether there was something to do it on."""

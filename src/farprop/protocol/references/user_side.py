@@ -26,6 +26,8 @@ class UserSide:
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
         self.references: dict[GlobalId, UserReference] = {}
+        # By dead owner: what was passed on before the owner was known to have a record of it.
+        self._lost_early: dict[int, list[UserReference]] = {}
 
     # remote()
 
@@ -177,12 +179,22 @@ class UserSide:
 
     def on_death(self, peer: int) -> None:
         """Void the references to values of a dead worker. Nobody holds those any more that were borrowed from it."""
+        lost = [reference for reference in self.references.values() if reference.owner == peer and reference.early]
+        if lost:
+            self._lost_early[peer] = lost
         for reference in list(self.references.values()):
             if reference.owner == peer:
                 if reference.state is not User.VOID:
                     self.move(reference, UserEvent.OWNER_DIED)
             elif reference.parent == peer and reference.state is User.BORROWED:
                 self.keep(reference)
+
+    def owner_replaced(self, peer: int) -> None:
+        """Another process has the rank of a dead owner. Receivers of early forks may ask it for values whose calls went
+        to the one before: it must not wait for them.
+        """
+        for reference in self._lost_early.pop(peer, ()):
+            self._recall(reference)
 
     # Inspection
 

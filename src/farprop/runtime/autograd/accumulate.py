@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from farprop._torch import (
     sparse_values,
     use_count,
 )
+from farprop.protocol.events import HOOK
+from farprop.runtime.recorder import recorder
 
 _ALONE = use_count(torch.empty(0))
 
@@ -81,13 +84,23 @@ def _nothing(*gradients: Any) -> None:
     return None
 
 
+def _run_hook(hook: Any, *args: Any) -> Any:
+    if not recorder.is_on:
+        return hook(*args)
+    began = time.monotonic()
+    try:
+        return hook(*args)
+    finally:
+        recorder.span(HOOK, f"hook {getattr(hook, '__qualname__', type(hook).__name__)}", began)
+
+
 def run_in_front(hooks: Mapping[int, Any], gradients: Gradients) -> Gradients:
     """Run the pre-hooks of a node; returns the gradients for the node."""
     before = torch.is_grad_enabled()
     try:
         set_grad_enabled(False)
         for hook in list(hooks.values()):
-            result = hook(gradients)
+            result = _run_hook(hook, gradients)
             if result is not None:
                 gradients = result if isinstance(result, tuple) else (result,)
     finally:
@@ -101,7 +114,7 @@ def run_behind(hooks: Mapping[int, Any], outputs: Gradients, gradients: Gradient
     try:
         set_grad_enabled(False)
         for hook in list(hooks.values()):
-            hook(outputs, gradients)
+            _run_hook(hook, outputs, gradients)
     finally:
         set_grad_enabled(before)
 
@@ -113,7 +126,7 @@ def run_post_hooks(leaf: torch.Tensor, after: Any, behind: Mapping[int, Any], gr
         try:
             set_grad_enabled(False)
             for hook in list(after.values()):
-                hook(leaf)
+                _run_hook(hook, leaf)
         finally:
             set_grad_enabled(before)
     if behind:

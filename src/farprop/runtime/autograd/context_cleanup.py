@@ -22,6 +22,7 @@ from farprop.errors import ConnectionLostError, UsageError
 from farprop.runtime.autograd.abort import PassAborter
 from farprop.runtime.autograd.contexts import ContextContainer, maker_of
 from farprop.runtime.autograd.messages import PeerCaller, ask
+from farprop.runtime.first_failure import explained
 from farprop.wire.message import MAX_ENDED, Method
 
 _log = logging.getLogger(__name__)
@@ -124,6 +125,7 @@ class ContextCleanup:
             if local.machine.active:
                 text = f"Could not find autograd context with id: {context_id}. It has ended, during a backward pass."
                 self._aborter.fail(local, UsageError(text))
+        context.forget_passes()
         self._contexts.ending.pop(context_id, None)
 
     def release_soon(self, context_id: int) -> None:
@@ -138,7 +140,7 @@ class ContextCleanup:
                 if rank in local.partners and not local.machine.failed and not local.machine.ended:
                     name = self._peers.name_of_rank(rank)
                     error = ConnectionLostError(f"The connection to {name} was lost during a backward pass.")
-                    self._peers.submit(self._aborter.fail, local, error)
+                    self._peers.submit(self._aborter.fail, local, explained(error))
 
     def on_death(self, rank: int) -> None:
         """A worker is dead: its contexts and passes end, and it will not tell others when a context ends."""

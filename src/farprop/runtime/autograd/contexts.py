@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -17,6 +18,7 @@ from farprop.protocol.backward import ROOTS, PassId, Target
 from farprop.runtime.autograd import anomaly
 from farprop.runtime.autograd.graph import Edge, Plan, Reach, reach_from
 from farprop.runtime.autograd.nodes import SendRpcBackward, make_receive
+from farprop.runtime.recorder import recorder
 from farprop.wire.codec import decode_with
 from farprop.wire.message import CONTEXT, AutogradHead, Message
 
@@ -53,6 +55,10 @@ class Context:
         self.own_rank = own_rank
         self.sends: dict[int, SendRpcBackward] = {}
         self.receives: dict[int, Any] = {}
+        # While somebody listens to events, for drawings: the bytes of a message's tensors and when it was encoded; when
+        # one had arrived and was decoded.
+        self.sent: dict[int, tuple[int, float]] = {}
+        self.arrived: dict[int, float] = {}
         self.known: set[int] = set()  # ranks of the workers that have to be told when the context ends
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.passes: dict[PassId, LocalPass] = {}
@@ -102,6 +108,8 @@ class Context:
         if tensors:
             message_id = self._new_message_id()
             self.sends[message_id] = SendRpcBackward(tensors, placed)
+            if recorder.is_on:
+                self.sent[message_id] = sum([tensor.nbytes for tensor in tensors]), time.monotonic()
         call_trace = ""
         if answers:
             self.call_traces[message_id] = answers
@@ -141,6 +149,8 @@ class Context:
         node = make_receive(tensors, self.id, Target(sender, head.message_id))
         if node is not None:
             self.receives[head.message_id] = node
+            if recorder.is_on:
+                self.arrived[head.message_id] = time.monotonic()
         return value
 
     # Passes
@@ -165,6 +175,15 @@ class Context:
         """The passes that this worker knows now."""
         with self.lock:
             return list(self.passes.values())
+
+    def forget_passes(self) -> None:
+        """The context has ended. A pass and its context refer to each other: without this they would stay, with graph
+        and gradients, until the garbage collector finds them. Passes that were started here end by themselves.
+        """
+        with self.lock:
+            for pass_id in list(self.passes):
+                if pass_id.origin != self.own_rank:
+                    del self.passes[pass_id]
 
     # The graph
 

@@ -23,6 +23,7 @@ import torch
 
 from farprop.errors import BackwardError, FarpropError, RpcTimeoutError, UsageError
 from farprop.ids import distinct, unguessable
+from farprop.protocol import events
 from farprop.protocol.backward import (
     ALL,
     ALONE,
@@ -47,7 +48,16 @@ from farprop.runtime.autograd.abort import PassAborter
 from farprop.runtime.autograd.contexts import COUNTER_BITS, Context, ContextContainer
 from farprop.runtime.autograd.engine import PASS, SEND, LocalPass, Outgoing, profiled, size_of
 from farprop.runtime.autograd.graph import Edge
-from farprop.runtime.autograd.messages import LEAST_SECONDS, CallbackCall, GradientReply, OneWayCall, PeerCaller, survey
+from farprop.runtime.autograd.messages import (
+    LEAST_SECONDS,
+    CallbackCall,
+    GradientReply,
+    OneWayCall,
+    PeerCaller,
+    record_gradients,
+    survey,
+)
+from farprop.runtime.recorder import recorder
 from farprop.runtime.sync import Waker
 from farprop.wire.message import (
     ANSWER,
@@ -107,8 +117,11 @@ class PassWaiter:
             left = None if self.deadline is None else self.deadline - time.monotonic()
             if left is not None and left <= 0:
                 return None
+            began = time.monotonic() if recorder.is_on else 0.0
             with peers.blocked():
                 self._waker.wait(timeout=-1 if left is None else left)
+            if began:
+                recorder.span(events.WAIT, "wait for gradients", began)
         raise self.error
 
 
@@ -187,15 +200,20 @@ class BackwardDriver:
 
     def _run_pass(self, local: LocalPass, gradients: Sequence[Gradient], waiter: PassWaiter) -> None:
         """Run a pass that is registered; if it fails, have it undone everywhere."""
+        began = time.monotonic() if recorder.is_on else 0.0
         try:
             with profiled(PASS):
                 if not self._start(local, gradients, waiter):
                     self._wait(local, waiter)
+            if began:
+                recorder.span(events.PASS, "backward pass", began, **local.details)
         except BaseException as error:
+            # What others report after the deadline comes of the abort.
+            is_cause = not isinstance(error, Exception) or (isinstance(error, RpcTimeoutError) and waiter.error is None)
             if isinstance(error, RpcTimeoutError):
                 self.on_timeout(error, local.partners)  # before the others forget the pass
             self.aborter.abort_everywhere(local)
-            if waiter.error is None or not isinstance(error, Exception):
+            if is_cause or waiter.error is None:
                 raise
             raise waiter.error from None
 
@@ -392,11 +410,15 @@ class BackwardDriver:
         gradients: Sequence[Gradient],
     ) -> Message:
         local.partners.add(worker)
+        began = time.monotonic() if recorder.is_on else 0.0
         if len(parts) == 1 and series is ALONE:
             head = self._head(local, parts[0].message_id, parts[0].share)
         else:
             head = self._head(local, 0, CreditShare(NONE, {}), Bundle(parts, series))
-        return encode_gradients(self._peers.dialect.encode_call, head, gradients)
+        message = encode_gradients(self._peers.dialect.encode_call, head, gradients)
+        if began:
+            record_gradients(local, parts, began)
+        return message
 
     def _exchange(
         self, worker: int, message: Message, deadline: float | None
@@ -500,20 +522,24 @@ class BackwardDriver:
             if head.bundle is not None:
                 reply = GradientReply()
                 self._on_bundle(local, head.bundle, gradients, caller, reply)
-                return reply.encode(encode_call)
+                return reply.encode(encode_call, local)
             targets = local.start_unshared(head.message_id)
             if targets is not None:
                 outgoing = local.run_unshared(head.message_id, gradients)
                 if len(targets) == 1 and targets[0].worker == caller:
                     back = outgoing.get(targets[0], ())
+                    began = time.monotonic() if recorder.is_on else 0.0
                     part = GradientPart(targets[0].message_id, head.share, len(back))
-                    return encode_gradients(encode_call, GradientAnswer((part,), None).pack(), back)
+                    message = encode_gradients(encode_call, GradientAnswer((part,), None).pack(), back)
+                    if began:
+                        record_gradients(local, (part,), began)
+                    return message
                 actions = self._follow(local, targets, outgoing, head.share)
             else:
                 actions = self._on_gradient(local, head.message_id, gradients, head.share)
             reply = GradientReply()
             self._perform(local, actions, back_to=caller, reply=reply)
-            return reply.encode(encode_call)
+            return reply.encode(encode_call, local)
         except BaseException as error:
             self.aborter.stop(local)
             if isinstance(error, BackwardError):

@@ -10,6 +10,7 @@ Rules that hold here:
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,16 +26,19 @@ from farprop._torch import backward_hooks, input_metadata, post_accumulate_hooks
 from farprop.errors import BackwardError
 from farprop.locks import lock_maker
 from farprop.protocol.backward import ROOTS, BackwardStateMachine, PassId, Run, Target
+from farprop.protocol.events import BACKWARD
 from farprop.runtime.autograd.accumulate import accumulated, add, hooks_of, run_behind, run_in_front, run_post_hooks
 from farprop.runtime.autograd.anomaly import current_call_trace, watched
 from farprop.runtime.autograd.contexts import Context
 from farprop.runtime.autograd.graph import Edge, Node, Plan, Reach, reach_from, union_of
 from farprop.runtime.autograd.nodes import LEAF_TYPE, RECEIVE_TYPE, noting
+from farprop.runtime.recorder import recorder
 from farprop.wire.message import Gradient
 
 Gradients = dict[Edge, torch.Tensor]
 Outgoing = dict[Target, list[Gradient]]
 _FEW = 64  # nodes
+_now = time.monotonic
 _new_lock = lock_maker("local_pass")
 _variable = attrgetter("variable")
 
@@ -102,21 +106,24 @@ class LocalPass:
 
     def run_unshared(self, source: int, gradients: Sequence[Gradient]) -> Outgoing:
         """Feed a source's gradients to the graph; returns the gradients for its targets."""
-        return self._run_from(source, self._entries(source, gradients), self._plan.sources[source])
+        return self._run_from((source,), self._entries(source, gradients), self._plan.sources[source])
 
-    def _run_from(self, source: int, entries: Iterable[tuple[Edge, Gradient]], reach: Reach) -> Outgoing:
+    def _run_from(self, sources: Sequence[int], entries: Iterable[tuple[Edge, Gradient]], reach: Reach) -> Outgoing:
         roots: Gradients = {}
         for edge, gradient in entries:
             if gradient is not None and edge[0] is not None:
                 roots[edge] = gradient if edge not in roots else add(roots[edge], gradient)
         outgoing: Outgoing = {}
+        began = _now() if recorder.is_on else 0.0
         outer = running_pass.set(self)
         try:
             self._distribute(run_graph(roots, reach, self.keep_graph), outgoing)
         except BaseException as error:
-            raise self._blamed(source, error) from error
+            raise self._blamed(sources[0], error) from error
         finally:
             running_pass.reset(outer)
+            if began:
+                self._record(began, sources)
         return outgoing
 
     def start_together(self, sources: Sequence[int], to: int | None) -> list[Sequence[Target]] | None:
@@ -129,7 +136,7 @@ class LocalPass:
     def run_together(self, sources: Sequence[int], gradients: Sequence[Sequence[Gradient]]) -> Outgoing:
         """Feed the gradients of several sources to the graph at once; returns the gradients for their targets."""
         entries = [entry for pair in zip(sources, gradients, strict=True) for entry in self._entries(*pair)]
-        return self._run_from(sources[0], entries, union_of([self._plan.sources[source] for source in sources]))
+        return self._run_from(sources, entries, union_of([self._plan.sources[source] for source in sources]))
 
     def _blamed(self, source: int | None, error: BaseException) -> BaseException:
         """The error to report. Errors of its own graph reach the caller of ``backward`` unchanged."""
@@ -152,6 +159,7 @@ class LocalPass:
 
     def run(self, run: Run) -> None:
         """Perform a ``Run`` of the machine."""
+        began = _now() if recorder.is_on else 0.0
         outer = running_pass.set(self)
         try:
             if not self.anomaly:
@@ -165,6 +173,17 @@ class LocalPass:
             raise self._blamed(run.source, error) from error
         finally:
             running_pass.reset(outer)
+            if began:
+                self._record(began, () if run.source is None else (run.source,))
+
+    def _record(self, began: float, sources: Sequence[int]) -> None:
+        """Tell who listens that a part of the graph has run, and for which of this worker's sends."""
+        recorder.span(BACKWARD, "backward", began, **self.details, messages=[source for source in sources if source])
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """What events of this pass have in common."""
+        return {"context": self.context.id, "origin": self.id.origin, "pass": self.id.number}
 
     def _run(self, run: Run) -> None:
         execution = self._execution

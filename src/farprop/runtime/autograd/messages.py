@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from farprop.protocol.backward import ROOTS, CreditShare, Target
+from farprop.protocol.events import GRADIENTS
 from farprop.runtime.autograd.engine import LocalPass
-from farprop.runtime.client_connection import FutureCall
+from farprop.runtime.future_call import FutureCall
+from farprop.runtime.recorder import recorder
 from farprop.runtime.thread_pool import Blocked
 from farprop.runtime.timers import TimerHandle
 from farprop.wire.dialect import Dialect, EncodeCall
@@ -116,8 +118,18 @@ class GradientReply:
         """Add credit that returns to the origin, which is the caller."""
         self._credit = share if self._credit is None else self._credit.plus(share)
 
-    def encode(self, encode_call: EncodeCall) -> Message:
-        return encode_gradients(encode_call, GradientAnswer(self._parts, self._credit).pack(), self._gradients)
+    def encode(self, encode_call: EncodeCall, local: LocalPass) -> Message:
+        began = time.monotonic() if recorder.is_on else 0.0
+        message = encode_gradients(encode_call, GradientAnswer(self._parts, self._credit).pack(), self._gradients)
+        if began and self._parts:
+            record_gradients(local, self._parts, began)
+        return message
+
+
+def record_gradients(local: LocalPass, parts: Sequence[GradientPart], began: float) -> None:
+    """Tell who listens that gradients for these messages were encoded."""
+    messages = [part.message_id for part in parts]
+    recorder.span(GRADIENTS, "encode gradients", began, **local.details, messages=messages)
 
 
 def survey(peers: PeerCaller, local: LocalPass, head: bytes, deadline: float | None) -> dict[int, frozenset[int]]:

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 from farprop.errors import ProtocolError
 from farprop.locks import make_lock
 from farprop.protocol.references.control_plane import Batch, ControlReply
-from farprop.runtime.client_connection import FutureCall
+from farprop.runtime.client_connection import ClientConnection
+from farprop.runtime.future_call import FutureCall
 from farprop.runtime.timers import TimerHandle
 from farprop.wire.dialect import Dialect
 from farprop.wire.message import ANSWER, Message
@@ -39,11 +40,14 @@ class ControlTransport(Protocol):
 
     def name_of_rank(self, rank: int) -> str: ...
 
-    def send_batch(self, rank: int, batch: Batch, call: FutureCall) -> None:
-        """Send a batch, as a call. May block; raises what calls raise."""
+    def connect(self, rank: int, timeout: float) -> ClientConnection:
+        """The connection to a worker, dialled if there is none. May block; raises what calls raise."""
+
+    def send_batch(self, connection: ClientConnection, batch: Batch, call: FutureCall) -> None:
+        """Send a batch, as a call. Raises what calls raise."""
 
     def is_ready(self, rank: int) -> bool:
-        """Whether ``send_batch`` would not block."""
+        """Whether ``connect`` and ``send_batch`` would not block."""
 
     def submit(self, function: Callable[..., None], *args: Any) -> None: ...
 
@@ -147,12 +151,18 @@ class ControlSender:
             raise
 
     def _transmit(self, peer: int) -> None:
-        batch = self._outgoing(peer)
-        if batch is None:
-            self._go_on(peer)
+        if self._outgoing(peer) is None:
+            self.go_on(peer)
             return
         try:
-            self._transport.send_batch(peer, batch, _BatchCall(self, peer, batch.number))
+            # Before the batch is taken: another process may be found in the peer's place, and what was for the old one
+            # must not reach it.
+            connection = self._transport.connect(peer, _BATCH_SECONDS)
+            batch = self._outgoing(peer)
+            if batch is None:
+                self.go_on(peer)
+                return
+            self._transport.send_batch(connection, batch, _BatchCall(self, peer, batch.number))
         except Exception as error:
             name = self._transport.name_of_rank(peer)
             _log.info("%s: can't send operations on references to %s: %s", self._transport.label, name, error)
@@ -178,9 +188,9 @@ class ControlSender:
         self._replied(peer, reply)
         with self._lock:
             self._backoffs.pop(peer, None)
-        self._go_on(peer)
+        self.go_on(peer)
 
-    def _go_on(self, peer: int) -> None:
+    def go_on(self, peer: int) -> None:
         """No batch is on its way to this peer any more. Send the operations that were added meanwhile."""
         with self._lock:
             self._sending.pop(peer, None)

@@ -7,6 +7,7 @@ can't arrive any more.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -20,7 +21,7 @@ from farprop.locks import make_lock
 from farprop.protocol.references.records import Fork, OwnedValue, Value
 from farprop.runtime.references.control_sender import ControlTransport
 from farprop.runtime.references.guarded_machine import GuardedMachine
-from farprop.runtime.sync import OneShot
+from farprop.runtime.sync import OneShot, awaited_by
 from farprop.runtime.thread_pool import pool_of_this_thread
 
 _REMEMBERED = 1000  # far more than the requests of one worker that are read and not run yet
@@ -119,8 +120,13 @@ class ValueSlot:
         filled = OneShot()
         self.when_done(filled.set)
         pool = pool_of_this_thread()
-        with nullcontext() if pool is None else pool.blocked():
-            return filled.wait() if timeout is None else filled.wait(timeout=timeout)
+        me = threading.get_ident()
+        awaited_by[me] = self
+        try:
+            with nullcontext() if pool is None else pool.blocked():
+                return filled.wait() if timeout is None else filled.wait(timeout=timeout)
+        finally:
+            awaited_by.pop(me, None)
 
     def get(self) -> Any:
         """The value; raises the exception if there is one. The slot must be filled."""
@@ -242,7 +248,8 @@ class OwnedValues:
     def never_made(self, rref: GlobalId) -> ReferenceLostError:
         creator = self._transport.name_of_rank(rref.created_on)
         return ReferenceLostError(
-            f"RRef {rref} was never made on {self._worker}: {creator}, which called for it, died or lost the link."
+            f"RRef {rref} was never made on {self._worker}: {creator}, which called for it, died or lost the link, or "
+            "called a process that had this worker's place before."
         )
 
     def on_broken(self, value: OwnedValue) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from farprop.locks import make_lock
 from farprop.protocol.references.records import OwnedValue, UserReference
-from farprop.runtime.client_connection import FutureCall
+from farprop.runtime.future_call import FutureCall
 from farprop.runtime.futures import Future
-from farprop.runtime.profiling import ProfiledFunction
+from farprop.runtime.profiling import CallProfile
 from farprop.runtime.references.rref_context import RRefContext
 from farprop.runtime.references.user_references import RRefHandle, creation_error
 from farprop.wire.dialect import Dialect
@@ -43,10 +43,10 @@ class RemoteCall(FutureCall):
         references: RRefContext,
         item: RRefHandle | OwnedValue,
         keep: Any,
-        profile: ProfiledFunction | None,
+        profile: CallProfile | None,
         dialect: Dialect,
     ) -> None:
-        self.timeout = timeout
+        super().__init__(timeout)
         # A value of this worker may be freed with the call, and its finaliser is the user's.
         self.quick = isinstance(item, RRefHandle)
         self.subject: UserReference | OwnedValue = item.record if isinstance(item, RRefHandle) else item

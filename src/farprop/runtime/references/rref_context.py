@@ -163,7 +163,11 @@ class RRefContext:
     def take_refs(self, sender: int, message: Message) -> None:
         """Take the references of an answer, and those that it gives back."""
         if message.returned:
-            self._do(self._machine.returned, sender, message.returned)
+            try:
+                self._do(self._machine.returned, sender, message.returned)
+            except BaseException:
+                self._guard.run_later(self._machine.returned, sender, message.returned)
+                raise
         if message.flags & REFS:
             message.received_refs = ReceivedRefs(None, self._take(sender, message.refs, borrow=False))
 
@@ -173,9 +177,25 @@ class RRefContext:
         if message.creation is not None:
             fork, site = message.creation
             creation = self._do(self.values.make, sender, fork, message.name, site)
+        lent = self._find_lent(sender, message.refs)
+        if lent is not None:
+            message.received_refs = ReceivedRefs(creation, lent)
+            return
         items = self._take(sender, message.refs, borrow=True)
         borrowed = [i.record for i in items if isinstance(i, RRefHandle) and i.record.state is User.BORROWED]
         message.received_refs = ReceivedRefs(creation, items, borrowed)
+
+    def _find_lent(self, sender: int, forks: Sequence[Fork]) -> list[RRefHandle | OwnedValue] | None:
+        """The values of references that were all lent to this worker, their owner; else None. Without the lock: most
+        calls through references are of this kind, and it changes nothing.
+        """
+        found: list[RRefHandle | OwnedValue] = []
+        for fork in forks:
+            value = self._machine.find_lent(fork, sender)
+            if value is None or not hasattr(value, "slot"):
+                return None
+            found.append(value)
+        return found
 
     def _take(self, sender: int, forks: Sequence[Fork], borrow: bool) -> list[RRefHandle | OwnedValue]:
         if not forks:
@@ -264,6 +284,7 @@ class RRefContext:
         lost = self._do(self._replace, rank, instance)
         if lost is not None:
             self._sender.forget(rank)
+            self._sender.go_on(rank)  # with what there is for the new one
             self._fail(lost, rank)
             self.on_replaced(rank, instance)
 

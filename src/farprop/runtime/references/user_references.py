@@ -17,6 +17,7 @@ from farprop.errors import (
 )
 from farprop.locks import make_lock
 from farprop.protocol.references.records import DROPPABLE, UNREGISTERED, USABLE, ReturnedFork, User, UserReference
+from farprop.runtime.first_failure import explained
 from farprop.runtime.references.control_sender import COALESCE_SECONDS, ControlTransport
 from farprop.runtime.references.guarded_machine import GuardedMachine
 
@@ -37,7 +38,9 @@ class RRefHandle:
         self._references.check_usable(self.record, use)
 
     def __del__(self) -> None:
-        record = self.record
+        record = getattr(self, "record", None)
+        if record is None:
+            return  # an interrupt came before ``__init__`` was done
         # First: whoever ends the borrowing meanwhile looks at this after the state has changed.
         record.info.collected = True
         if record.state is not User.BORROWED:  # otherwise the answer of the call tells it
@@ -229,7 +232,8 @@ class UserReferences:
 
     def _lost_with_owner(self, record: UserReference) -> ReferenceLostError:
         owner = self._transport.name_of_rank(record.owner)
-        return ReferenceLostError(f"{owner}, which owned {describe(record)}, has died: the value is lost.")
+        error = ReferenceLostError(f"{owner}, which owned {describe(record)}, has died: the value is lost.")
+        return explained(error)
 
     def owner_replaced(self, rank: int) -> None:
         """Note why the references to the values of a dead worker are of no use. The caller holds the lock."""

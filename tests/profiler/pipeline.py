@@ -1,0 +1,202 @@
+"""A pipeline of three stages, each of which calls the next, and what else the workers of these tests run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import farprop
+import farprop.autograd as dist_autograd
+import farprop.distributed
+import farprop.rpc as rpc
+from farprop.profiler import Profile
+from farprop.runtime.recorder import recorder
+
+MICROBATCHES = 4
+STAGES = ("worker1", "worker2", "worker3")
+_worked: list[tuple[float, float]] = []
+hooks_run: list[int] = []
+calls_made: list[int] = []
+waiting = threading.Event()
+
+
+class Stage(torch.nn.Module):
+    """Computes for a while, and has the next stage go on. Notes when it computes."""
+
+    def __init__(self, following: rpc.RRef[Any] | None) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.layer.weight.register_post_accumulate_grad_hook(lambda _: hooks_run.append(1))
+        self._following = following
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        began = time.monotonic()
+        for _ in range(200):
+            y = torch.relu(self.layer(x))
+        _worked.append((began, time.monotonic()))
+        if self._following is None:
+            return y
+        result: torch.Tensor = self._following.rpc_sync().forward(y)
+        return result
+
+
+def make_stages() -> rpc.RRef[Any]:
+    following = None
+    for worker in reversed(STAGES):
+        following = rpc.remote(worker, Stage, args=(following,))
+    assert following is not None
+    return following
+
+
+def worked() -> list[tuple[float, float]]:
+    return list(_worked)
+
+
+def count_hooks() -> int:
+    return len(hooks_run)
+
+
+def result_of(profile: Profile) -> dict[str, Any]:
+    """What a test checks of a profile, as plain data."""
+    summary = profile.summary()
+    return {
+        "summary": {found.worker: found for found in summary.workers},
+        "text": str(summary),
+        "slowest": list(profile.slowest(100)),
+        "slowest_text": str(profile.slowest(3)),
+        "missing": profile.missing,
+        "clock_error": profile.clock_error,
+        "bubble": summary.bubble,
+    }
+
+
+def train(path: str, **options: Any) -> dict[str, Any]:
+    """A step of the pipeline under a profile."""
+    first = make_stages()
+    first.rpc_sync().forward(torch.ones(2, 8))  # connections are made outside of the profile
+    began = time.monotonic()
+    with farprop.profile(path, **options) as profile:
+        inside = time.monotonic()
+        with dist_autograd.context() as context_id:
+            futures = [first.rpc_async().forward(torch.ones(2, 8)) for _ in range(MICROBATCHES)]
+            loss = torch.stack([future.wait().sum() for future in futures]).sum()
+            dist_autograd.backward(context_id, [loss])
+        within = time.monotonic() - inside
+    around = time.monotonic() - began
+    return {**result_of(profile), "within": within, "around": around}
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+# Other ways for a profile to go
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def call_often(to: str, times: int) -> None:
+    for _ in range(times):
+        rpc.rpc_sync(to, double, args=(torch.ones(2),))
+
+
+def call_in_profile(path: str | None, times: int, **options: Any) -> dict[str, Any]:
+    rpc.rpc_sync("worker1", double, args=(torch.ones(2),))
+    with farprop.profile(path, **options) as profile:
+        call_often("worker1", times)
+    return result_of(profile)
+
+
+def pid_of(worker: str) -> int:
+    return int(rpc.rpc_sync(worker, os.getpid))
+
+
+def kill_in_profile(path: str, victim: str) -> dict[str, Any]:
+    pid = pid_of(victim)
+    with farprop.profile(path) as profile:
+        call_often("worker1", 3)
+        os.kill(pid, signal.SIGKILL)
+        try:
+            rpc.rpc_sync(victim, double, args=(torch.ones(1),))  # returns when the connection is lost
+        except RuntimeError:
+            pass
+    return result_of(profile)
+
+
+def interrupt_in_profile(path: str) -> None:
+    with farprop.profile(path):
+        call_often("worker1", 3)
+        os.kill(os.getpid(), signal.SIGINT)
+        waiting.wait(60)
+
+
+def wait_in_profile() -> None:
+    with farprop.profile():
+        waiting.wait(60)
+
+
+def go_on() -> None:
+    waiting.set()
+
+
+def is_recording() -> bool:
+    return recorder.is_on
+
+
+def set_lease(seconds: float) -> None:
+    from farprop.protocol import recording
+
+    recording.LEASE_SECONDS = seconds
+
+
+def call_until_told(to: str) -> int:
+    """Make calls until ``go_on`` is called."""
+    while not waiting.is_set():
+        rpc.rpc_sync(to, double, args=(torch.ones(2),))
+        calls_made.append(1)
+    return len(calls_made)
+
+
+def has_called() -> bool:
+    return bool(calls_made)
+
+
+def reduce_in_group(rank: int, store: str) -> None:
+    dist.init_process_group("farprop", init_method=f"file://{store}", rank=rank, world_size=2)
+    try:
+        dist.all_reduce(torch.ones(100))
+        dist.all_reduce(torch.ones(100), async_op=True).wait()
+    finally:
+        dist.destroy_process_group()
+
+
+def reduce_in_profile(path: str, store: str) -> dict[str, Any]:
+    with farprop.profile(path) as profile:
+        other = rpc.rpc_async("worker1", reduce_in_group, args=(1, store))
+        reduce_in_group(0, store)
+        other.wait()
+    return result_of(profile)
+
+
+@rpc.functions.async_execution
+def later() -> torch.futures.Future[int]:
+    return rpc.rpc_async("worker0", int, args=(7,))
+
+
+def call_later_in_profile(path: str) -> dict[str, Any]:
+    rpc.rpc_sync("worker1", double, args=(torch.ones(2),))
+    with farprop.profile(path) as profile:
+        assert rpc.rpc_sync("worker1", later) == 7
+        reference = rpc.remote("worker1", double, args=(torch.ones(2),))
+        reference.to_here()
+    return result_of(profile)

@@ -1,0 +1,56 @@
+"""``farprop trace``: a running job is recorded from outside of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from farprop.cli.main import INCOMPLETE, OK, USAGE, main
+from tests.profiler import pipeline as p
+from tests.profiler.chrome_format import checked
+from tests.references.looking import wait_until
+from tests.support.workers import cluster
+
+pytestmark = pytest.mark.one_transport
+
+
+def test_job_is_recorded_from_outside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.json"
+    command = ["trace", "train", "--seconds", "0.5", "-o", str(path)]
+    with cluster(2, env={"FARPROP_JOB_NAME": "train"}) as job:
+        calls = job.start(0, p.call_until_told, "worker1")
+        wait_until(lambda: job.run(0, p.has_called))
+        assert main(command) == OK
+        text = capsys.readouterr().out
+        assert "rpc_sync#double(worker0 -> worker1)" in text
+        assert f"{path}: open it at" in text
+        trace = checked(p.read(path))
+        made = trace.named("rpc_sync#double(worker0 -> worker1)")
+        assert made
+        assert sum(arrow.name == "call" for arrow in trace.arrows) >= len(made) - 1
+        assert main([*command, "--json"]) == OK
+        found = json.loads(capsys.readouterr().out)
+        by_name = {worker["worker"]: worker for worker in found["summary"]["workers"]}
+        assert by_name["worker0"]["waiting"] > 0
+        assert by_name["worker1"]["computing"] > 0
+        job.run(0, p.go_on)
+        assert calls.result() > 0
+        assert not job.run(1, p.is_recording)
+
+
+def test_errors_are_a_line_and_a_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "no-such-job"]) == USAGE
+    with cluster(2, env={"FARPROP_JOB_NAME": "train"}, check=False) as job:
+        assert main(["trace", "train", "-o", str(tmp_path)]) == USAGE
+        assert "is a directory" in capsys.readouterr().err
+        recording = job.start(0, p.wait_in_profile)
+        wait_until(lambda: job.run(1, p.is_recording))
+        assert main(["trace", "train", "--seconds", "0", "-o", str(tmp_path / "t.json")]) == USAGE
+        assert "is recorded already: worker0 records the job" in capsys.readouterr().err
+        job.run(0, p.go_on)
+        recording.result()
+        job.kill(1)
+        assert main(["trace", "train", "--seconds", "0.1", "-o", str(tmp_path / "t.json")]) == INCOMPLETE
+        assert "missing: worker1: did not answer: it has ended" in capsys.readouterr().out
