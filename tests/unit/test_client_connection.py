@@ -252,3 +252,37 @@ def test_requests_that_are_sent_together_do_not_end_the_probing() -> None:
     assert not client._probe.is_due
     client.lose("the test ends")
     theirs.close()
+
+
+class PunctualLoop(StubLoopWithJobs):
+    """Its timers are due at once, on another thread, before the thread that sets one goes on, if that is possible."""
+
+    timers: list[threading.Thread]
+
+    def call_at(self, _: float, callback: Callable[[], None]) -> None:
+        timer = threading.Thread(target=callback)
+        timer.start()
+        timer.join(0.1)
+        self.timers.append(timer)
+
+
+class UnansweredCall(FutureCall):
+    def finish(self, answer: Message | None, error: Exception | None) -> None:
+        pass
+
+
+def test_timer_that_is_early_keeps_no_later_request_from_being_sent() -> None:
+    """A thread that was not scheduled for a millisecond noted its timer after the timer had run, so requests waited for
+    one that never came.
+    """
+    loop = PunctualLoop()
+    loop.timers = []
+    client, theirs, _, connection = make_client(loop)
+    for count in range(25):
+        client.call_async(encode_value(count), UnansweredCall(None))
+        for timer in loop.timers:
+            timer.join()
+        if count >= 20:
+            assert not connection.has_corked
+    client.lose("the test ends")
+    theirs.close()

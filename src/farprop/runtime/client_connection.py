@@ -291,7 +291,8 @@ class ClientConnection(AnswerReader):
                 self._uncork_due = True
 
     def _uncork(self) -> None:
-        self._uncork_due = False
+        with self._lock:  # the timer may be due before the thread that has set it has noted that
+            self._uncork_due = False
         try:
             self._connection.uncork()
         except ConnectionLostError as error:
