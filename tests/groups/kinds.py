@@ -57,3 +57,13 @@ def default_group(kind: str, rank: int, world_size: int) -> Iterator[dist.Proces
             store.wait([f"left/{other}" for other in range(1, world_size)])
     finally:
         dist.destroy_process_group()
+
+
+def finished_barrier() -> None:
+    """A barrier that no rank is in any more when one returns from it: what fails next can't fail the barrier of a rank
+    that hears of the failure before it has read the last message.
+    """
+    dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"finished/{dist.get_rank()}", "")
+    store.wait([f"finished/{rank}" for rank in range(dist.get_world_size())])

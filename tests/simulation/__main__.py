@@ -6,6 +6,7 @@ import sys
 import time
 
 from tests.simulation.harness import MUTANTS, mutated
+from tests.simulation.job.killers import KILLERS
 from tests.simulation.job.mutants import SHARED
 from tests.simulation.runner import KINDS, Report, kills, kind_of, mutants_of, replay, run_all
 
@@ -39,7 +40,7 @@ def _run_mutants(options: argparse.Namespace) -> int:
     kind = options.kind or "job"
     names = [*mutants_of(kind), *(SHARED if kind == "job" else ())]
     alive = 0
-    for name, seeds, failure in kills(names, options.seeds, options.jobs, kind):
+    for name, seeds, failure in kills(names, options.seeds, options.jobs, kind, KILLERS if options.likely else {}):
         alive += failure is None
         print(f"| `{name}` | {seeds if failure is not None else 'lives'} | {(failure or '')[:100]} |", flush=True)
     print(f"{len(names)} mutants, of which {alive} live")
@@ -69,6 +70,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--start", type=int, default=0, help="the first of them (%(default)s)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (%(default)s)")
     parser.add_argument("--mutants", action="store_true", help="run all mutants, each for as many seeds at most")
+    parser.add_argument(
+        "--likely", action="store_true", help="try the seeds first that have killed these mutants before"
+    )
     parser.add_argument("--mutant", choices=MUTANTS, metavar="NAME", help="put this mutant in first")
     return parser.parse_args()
 

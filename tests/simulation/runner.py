@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from tests.simulation import mutants, world
@@ -100,20 +101,23 @@ class Kill(NamedTuple):
     failure: str | None
 
 
-def kills(names: Iterable[str], most: int, jobs: int, kind: str) -> Iterator[Kill]:
-    """For each of these mutants, how many seeds it takes until one fails."""
+def kills(names: Iterable[str], most: int, jobs: int, kind: str, likely: Mapping[str, int]) -> Iterator[Kill]:
+    """For each of these mutants, how many seeds it takes until one fails; the ``likely`` one is tried first."""
+    tasks = [(name, itertools.chain([likely[name]] if name in likely else [], range(most)), kind) for name in names]
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        yield from pool.imap(_kill, [(name, most, kind) for name in names])
+        yield from pool.imap(_kill, tasks)
 
 
-def _kill(task: tuple[str, int, str]) -> Kill:
-    name, most, kind = task
+def _kill(task: tuple[str, Iterable[int], str]) -> Kill:
+    name, seeds, kind = task
+    tried = 0
     with mutated(name):
-        for seed in range(most):
+        for seed in seeds:
+            tried += 1
             failure = KINDS[kind].run(seed).failure
             if failure is not None:
-                return Kill(name, seed + 1, failure)
-    return Kill(name, most, None)
+                return Kill(name, tried, failure)
+    return Kill(name, tried, None)
 
 
 class Report:

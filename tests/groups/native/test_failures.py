@@ -26,7 +26,7 @@ from farprop.errors import (
     RendezvousError,
     UsageError,
 )
-from tests.groups.kinds import default_group
+from tests.groups.kinds import default_group, finished_barrier
 from tests.groups.native.layouts import environment
 from tests.groups.store_group import job_store
 from tests.support.workers import run_workers
@@ -50,7 +50,7 @@ def have_the_others_tensors(call, *args) -> None:
 
 def mismatch(rank: int, size: int, what: str) -> str:
     with default_group("farprop", rank, size):
-        dist.barrier()
+        finished_barrier()
         is_last = rank == size - 1
         if what == "order":
             error = error_of(dist.broadcast if is_last else dist.all_reduce, torch.ones(3), *([0] if is_last else []))
@@ -311,7 +311,7 @@ def test_ranks_with_different_secrets_are_refused():
 def destroy_with_pending_work(rank: int, size: int) -> None:
     store = job_store(rank, size)
     dist.init_process_group("farprop", store=store, rank=rank, world_size=size)
-    dist.barrier()
+    finished_barrier()
     if rank == 0:
         work = dist.all_reduce(torch.ones(1), async_op=True)
         dist.destroy_process_group()

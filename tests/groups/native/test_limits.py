@@ -17,7 +17,7 @@ from farprop.distributed.native.framing import HEADER_SIZE, FrameKind, pack, unp
 from farprop.distributed.native.matching import MessageMatcher, PostedRecv
 from farprop.distributed.native.mesh import Mesh
 from farprop.errors import CollectiveError, RankLostError
-from tests.groups.kinds import default_group
+from tests.groups.kinds import default_group, finished_barrier
 from tests.groups.native.layouts import environment
 from tests.groups.store_group import job_store
 from tests.support.workers import run_workers
@@ -118,7 +118,7 @@ def test_too_many_unexpected_messages_fail_the_group_and_name_the_sender(limit, 
 
 def out_of_memory(rank: int, size: int) -> str:
     with default_group("farprop", rank, size):
-        dist.barrier()
+        finished_barrier()
         if rank == 0:
 
             def no_memory(*_: object) -> None:

@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 
 import pytest
+import torch
 
 from farprop.distributed.native.framing import HEADER_SIZE, HEARTBEAT, FrameKind, pack, unpack
+from farprop.distributed.native.host_messages import HostMessages
 from farprop.distributed.native.matching import PostedRecv
 from farprop.distributed.native.mesh import Mesh
-from farprop.errors import CollectiveTimeoutError, RankLostError
+from farprop.errors import CollectiveMismatchError, CollectiveTimeoutError, RankLostError
 from farprop.protocol.host_liveness import HostLiveness, HostState
 from farprop.transport import sockets
 
@@ -168,3 +170,22 @@ def test_a_partial_receive_fails_when_the_group_is_closed():
         while room[1:2] != b"o":
             time.sleep(0.01)
     assert "destroyed on rank 0" in str(ended.get(timeout=60))
+
+
+def test_tensor_of_another_collective_is_not_received() -> None:
+    """Its header breaks the group. A thread that had begun its own collective before, and posted the receive after, got
+    the tensor, and returned as if nothing were wrong.
+    """
+    received = torch.zeros(4, dtype=torch.int8)
+    read: SimpleQueue[Exception | None] = SimpleQueue()
+    with rank_0(unix_pair) as (mesh, theirs):
+        call = mesh.state.begin("broadcast of int8 [4] from rank 1", 60)
+        mesh.post(PostedRecv(FrameKind.MESSAGE, 1, 7, memoryview(b""), "int8", lambda _, error: read.put(error)))
+        theirs.sendall(pack(FrameKind.COLLECTIVE, call.number, "allreduce of int8 [4] with SUM", 4) + b"oops")
+        theirs.sendall(pack(FrameKind.MESSAGE, 7, "int8", 0))
+        assert read.get(timeout=60) is None  # and so is what was sent before it
+        messages = HostMessages(mesh, call)
+        messages.expect(1, [received])
+        with pytest.raises(CollectiveMismatchError, match="rank 1 called allreduce"):
+            messages.wait()
+        assert not received.any()

@@ -36,8 +36,9 @@ class HostMessages:
         """Post a receive. The message has the elements of flat tensors, one after the other."""
         arrival = _Arrival(source, into)
         self._arrivals.append(arrival)
-        buffer = bytes_of(arrival.buffer)
-        self._mesh.post(PostedRecv(FrameKind.COLLECTIVE, source, self._call.number, buffer, None, arrival.on_done))
+        buffer, call = bytes_of(arrival.buffer), self._call
+        recv = PostedRecv(FrameKind.COLLECTIVE, source, call.number, buffer, call.fingerprint, arrival.on_done)
+        self._mesh.post(recv)
 
     def send(self, to: int, parts: Tensors) -> None:
         """Send flat tensors of one dtype as one message; return when the system has taken all of it.

@@ -31,7 +31,7 @@ class PostedRecv:
         source: the rank that sends; None for any. Once the message is matched, the rank that sent it.
         key: the tag of a message, or the number of the collective.
         buffer: where the data goes.
-        dtype: the dtype that the sender has to name; None if it does not matter.
+        text: what the sender has to name: the dtype of a message, or the fingerprint of the collective.
         on_done: called once, with the receive and an error or None.
     """
 
@@ -41,12 +41,12 @@ class PostedRecv:
         source: int | None,
         key: int,
         buffer: memoryview,
-        dtype: str | None,
+        text: str,
         on_done: Callable[[PostedRecv, Exception | None], None],
     ) -> None:
         self.kind, self.source, self.key = kind, source, key
         self.buffer = buffer
-        self.dtype = dtype
+        self.text = text
         self._on_done = on_done
         self._is_done = False
 
@@ -57,9 +57,11 @@ class PostedRecv:
     def mismatch(self, message: IncomingMessage) -> Exception | None:
         """Why the message, which matches, can't be received here; None if it can."""
         source = message.source
-        if self.dtype is not None and message.text != self.dtype:
+        if message.text != self.text:
+            # Of a collective, nobody sees this text: such a message has broken the group. But whoever posts the receive
+            # may have looked before that, and must not take the tensor of another collective for that of its own.
             return CollectiveError(
-                f"Rank {source} sends a tensor of {message.text} where one of {self.dtype} is received."
+                f"Rank {source} sends a tensor of {message.text} where one of {self.text} is received."
             )
         if message.length != len(self.buffer):
             return CollectiveError(f"Rank {source} sends {message.length} bytes where {len(self.buffer)} are received.")
