@@ -26,7 +26,7 @@ KILLERS = {
     "silence-taken-for-death": 139,
     "replacements-unnoticed": 41,
     "early-messages-forgotten": 4,
-    "fingerprints-ignored": 17,
+    "fingerprints-alike": 17,
     "own-calls-are-work": 13,
     "dead-holders-listed": 357,
     "dead-receivers-waited-for": 151,

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from farprop.distributed.native.group_state import CollectiveCall, GroupState
 from farprop.distributed.native.matching import MessageMatcher
 from farprop.errors import ConnectionLostError
-from farprop.protocol.collective_consistency import CollectiveConsistency
 from farprop.protocol.pending_calls import PendingCalls
 from farprop.runtime import liveness
 from farprop.runtime.autograd.abort import PassAborter
@@ -185,9 +185,13 @@ def early_messages_forgotten(self: MessageMatcher, recv: Any) -> None:
         self._posted.append(recv)
 
 
-@job_mutant(CollectiveConsistency, "on_fingerprint")
-def fingerprints_ignored(self: CollectiveConsistency, rank: int, number: int, fingerprint: str) -> None:
+_begin = GroupState.begin
+
+
+@job_mutant(GroupState, "begin")
+def fingerprints_alike(self: GroupState, fingerprint: str, seconds: float) -> CollectiveCall:
     """Nobody notices that a rank calls another collective."""
+    return _begin(self, "a collective", seconds)
 
 
 # Several parts together

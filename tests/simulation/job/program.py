@@ -349,10 +349,11 @@ def use_all(process: Process) -> None:
 
 def settle(process: Process) -> None:
     """Drop everything, and wait until nothing is left, and everybody was told who has died."""
-    process.held.clear()
     began = scheduler.now
     looks = 0
+    process.held.clear()
     while left := checks.left_on(process):
+        process.held.clear()  # a call that still runs may bring more
         if scheduler.now > began + 100.0:
             raise Violation(f"in the end, {process} still has {left}")
         Time.sleep(0.5)
