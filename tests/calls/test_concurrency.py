@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import farprop.rpc as rpc
+from farprop.runtime.agent_registry import current_agent
+from farprop.runtime.references.rref_context import RRefContext
 from tests.calls import functions as f
 from tests.references.looking import wait_until
 from tests.support import lock_order
@@ -156,3 +158,39 @@ def test_a_flood_of_one_caller_does_not_keep_another_waiting(env: dict[str, str]
         ping.result()
         c.run(1, _await_flood)
         assert c.run(0, f.noted).index("ping") < 20
+
+
+_callback_runs, _callback_may_end = threading.Event(), threading.Event()
+
+
+def _call_with_callback() -> None:
+    def callback(_: Any) -> None:
+        _callback_runs.set()
+        assert _callback_may_end.wait(30)
+
+    _flood_futures.append(rpc.rpc_async("worker1", f.wait_for_gate_and_note, args=("called",)).then(callback))
+
+
+def _is_idle_while_the_answer_comes() -> bool:
+    settled = RRefContext.settled
+
+    def settled_slowly(references: RRefContext) -> bool:
+        assert _callback_runs.wait(30)  # this thread is not scheduled for a while
+        return settled.fget(references)  # type: ignore[attr-defined,no-any-return]
+
+    RRefContext.settled = property(settled_slowly)  # type: ignore[assignment,method-assign]
+    try:
+        return current_agent().idle
+    finally:
+        RRefContext.settled = settled  # type: ignore[method-assign]
+        _callback_may_end.set()
+
+
+def test_worker_is_not_idle_while_an_answer_goes_from_its_call_to_its_callback() -> None:
+    """A graceful shutdown stopped the worker under callbacks, and their calls failed."""
+    with cluster(2) as c:
+        c.run(0, _call_with_callback)
+        looks = c.start(0, _is_idle_while_the_answer_comes)
+        c.run(1, f.open_gate)
+        assert not looks.result()
+        c.run(0, _await_flood)

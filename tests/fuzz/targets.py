@@ -5,6 +5,7 @@ stop the others.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +129,7 @@ def group_frames() -> Target:
         def __init__(self) -> None:
             self.state = GroupState(0, 2, lambda error, to_tell: None)
             self.matcher = MessageMatcher(CAP)
+            self.read_lock = threading.Lock()
 
         def handle(self, peer: int, kind: FrameKind, text: str) -> None:
             if kind == FrameKind.GOODBYE:
@@ -149,7 +151,8 @@ def group_frames() -> Target:
                 count = min(len(target), len(rest), piece)
                 target[:count] = rest[:count]
                 rest = rest[count:]
-                if not reader.received(count):
+                reader.filled(count)
+                if not reader.advance():
                     break
         except (ProtocolError, CollectiveError):
             pass

@@ -73,3 +73,27 @@ def test_call_of_the_program_ends_it(world: World) -> None:
     world.loop.may_spin = True
     world.poll_for_message()
     assert world.spinner.spun == 1
+
+
+def test_handler_that_had_to_wait_leaves_the_other_events_to_the_thread_that_polls_now(world: World) -> None:
+    """Two threads must not read from one connection."""
+    handled: list[str] = []
+    one, other = socket.socketpair(), socket.socketpair()
+
+    def handler(name: str, end: socket.socket) -> Callable[[int], None]:
+        def handle(_: int) -> None:
+            end.recv(1)
+            handled.append(name)
+            if len(handled) == 1:
+                world.loop.poll()  # as the thread does that takes over
+
+        return handle
+
+    for name, (here, there) in {"one": one, "other": other}.items():
+        world.loop.add(here.fileno(), IN, handler(name, here))
+        there.send(b"x")
+    world.loop.poll()
+    assert sorted(handled) == ["one", "other"]
+    for end in (*one, *other):
+        world.loop.remove(end.fileno())
+        end.close()

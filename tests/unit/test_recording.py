@@ -1,8 +1,9 @@
-"""The protocol of recordings: leases and clocks, without sockets."""
+"""Recordings: leases, clocks and buffers, without sockets."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,8 @@ from farprop.protocol.recording import (
     pack,
     unpack,
 )
+from farprop.runtime.recorder import Recorder
+from farprop.runtime.recording import _Buffer
 
 
 def test_one_recording_at_a_time_until_it_is_released_or_nobody_renews_it() -> None:
@@ -90,3 +93,19 @@ def test_garbage_is_a_protocol_error() -> None:
         for kind in (Command, Recorded):
             with pytest.raises(ProtocolError):
                 unpack(data, kind)
+
+
+def test_buffer_that_is_found_full_while_it_ends_listens_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    buffer = _Buffer(1, recorder)
+    for _ in range(3):
+        recorder.span("test", "event", 0.0)
+    subscribe = recorder.subscribe_late
+
+    def subscribe_slowly(listener: Any) -> Any:
+        buffer.end()  # as another thread does
+        return subscribe(listener)
+
+    monkeypatch.setattr(recorder, "subscribe_late", subscribe_slowly)
+    buffer.look()
+    assert not recorder.is_on

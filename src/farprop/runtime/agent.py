@@ -425,11 +425,13 @@ class Agent:
         Farprop's own calls don't count. A round of the shutdown ends with calls of the leader's; if they counted, and
         took longer than it waits before the next round, it would never be idle. ``settled`` waits for references.
         """
-        if self._server.active or self._threads.delivers or not self.references.settled:
+        sent = self.peers.requests_sent
+        # In this order: a call is open, then its answer is delivered. And what runs meanwhile may send others.
+        if self.peers.open_work or self._server.active or self._threads.delivers or not self.references.settled:
             return False
         if not self.context_cleanup.ended.is_empty or self._server.has_ended_contexts or self.gradients.is_waiting:
             return False
-        return not self.peers.open_work
+        return self.peers.requests_sent == sent
 
     def profile_gil(self, flag: bool) -> None:
         """Turn on or off measuring how long pool threads wait for the interpreter's lock."""

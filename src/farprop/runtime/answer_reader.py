@@ -90,6 +90,7 @@ class AnswerReader:
         self._calls: PendingCalls[Waiter | FutureCall] = PendingCalls()
         self._given_up = 0  # abandoned calls whose answers may still arrive, with references and segments
         self._reader: Waiter | _LoopReads | None = None
+        self._is_delivering = False  # answers have left the table of calls, and are not with their calls yet
         self._loop_in_stream = False  # the loop is reading from the stream right now
         self._followers: dict[Waiter, None] = {}  # sleeping callers, in the order in which they become reader
         self._wants_input = False
@@ -209,6 +210,7 @@ class AnswerReader:
                 self._on_refs(self.rank, message)
         try:
             with self._lock:
+                self._is_delivering = True
                 for message in reversed(messages):
                     if message.kind != NOTICE:
                         pair: list[Any] = [None, message]
@@ -229,6 +231,8 @@ class AnswerReader:
             for pair in answered:
                 self._threads.submit(self._deliver_one, pair, self._threads.submit)
             raise
+        finally:
+            self._is_delivering = False
 
     def _deliver_one(self, pair: list[Any], run: Callable[..., None]) -> None:
         """Deliver an answer to its call. Delivering it twice does no harm."""

@@ -96,9 +96,9 @@ class ClientConnection(AnswerReader):
 
     @property
     def open_work(self) -> int:
-        """As ``open_calls``, without farprop's own."""
+        """As ``open_calls``, without farprop's own, and with answers that are on their way to their calls."""
         with self._lock:
-            return sum(not _flags_of(call) & SYSTEM for _, call, _ in self._calls.all())
+            return self._is_delivering + sum(not _flags_of(call) & SYSTEM for _, call, _ in self._calls.all())
 
     def pending(self) -> list[tuple[int, Waiter | FutureCall, float | None]]:
         """The calls without an answer, with their ids and deadlines. For inspection."""

@@ -42,6 +42,7 @@ class EventLoop:
         self._wakeup: int | None = wakeup  # None once closed
         self._epoll.register(wakeup, IN)
         self._handlers: dict[int, Handler] = {wakeup: self._drain_wakeup}
+        self._turn = 0  # how often events were polled
         self._timers = TimerHeap()
         self._spinner = Spinner()
 
@@ -107,7 +108,10 @@ class EventLoop:
             events = poll(timeout)
             self._spinner.slept(_now() - began)
         handlers = self._handlers
+        turn = self._turn = self._turn + 1
         for fd, mask in events:
+            if self._turn != turn:
+                return  # the last handler had to wait, so another thread polls now, and gets the same events
             handler = handlers.get(fd)
             if handler is not None:
                 try:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from farprop.errors import AuthenticationError, UsageError
 from farprop.ids import WorkerInfo
+from farprop.locks import make_lock
 from farprop.protocol.roster import Entry, Identity
 from farprop.protocol.signing import Keys
 from farprop.runtime import rendezvous
@@ -36,6 +37,7 @@ class Membership:
         self.entries = {}
         self._places: rendezvous.Places | None = None
         self._users_store: Any = None
+        self._lock = make_lock("membership")
 
     @property
     def entries(self) -> dict[str, Entry]:
@@ -134,7 +136,9 @@ class Membership:
         places = self._places
         if places is not None:
             try:
-                self.entries = places.members()
+                places.members()
+                with self._lock:  # so that no thread replaces the list by one that it has made earlier
+                    self.entries = places.listed()
             except RuntimeError as error:
                 _log.info("%s can't ask the store who is there: %s", self.own.label, error)
 

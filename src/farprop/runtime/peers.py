@@ -266,7 +266,7 @@ class Peers:
     def is_ready(self, rank: int) -> bool:
         """Whether a call to this worker would be sent without dialling or waiting."""
         connection = self.by_rank.get(rank)
-        return connection is not None and connection.has_room
+        return connection is not None and not connection.lost and connection.has_room
 
     # Faults, for tests
 

@@ -73,7 +73,7 @@ class _Buffer:
         self._events: list[LateEvent] = []
         self._counter = itertools.count()
         self._unsubscribe: Callable[[], None] | None = recorder.subscribe_late(self._events.append)
-        self._is_full = False
+        self._is_full = self._has_ended = False
 
     def look(self) -> None:
         """Keep no more events if there are enough."""
@@ -82,12 +82,15 @@ class _Buffer:
             self._is_full = True
             self._unsubscribe = self._recorder.subscribe_late(self._count)
             unsubscribe()
+            if self._has_ended:  # meanwhile, by another thread
+                self.end()
 
     def _count(self, _: LateEvent) -> None:
         next(self._counter)  # atomic
 
     def end(self) -> None:
         """Note nothing any more. A second time does nothing."""
+        self._has_ended = True
         unsubscribe, self._unsubscribe = self._unsubscribe, None
         if unsubscribe is not None:
             unsubscribe()

@@ -296,7 +296,12 @@ class Places:
                     # Whoever has taken the place of one that has ended may have come after the places were counted.
                     ended, count = len(self._gone), self._store.count("places")
             self._count, self._is_complete = count, is_complete
-        return {entry.name: entry for entry in list(self._known.values())}  # other threads may read the store, too
+        return self.listed()
+
+    def listed(self) -> dict[str, Entry]:
+        """The members by name, as they were last read; of two places with one name the later one counts."""
+        known = self._known.copy()  # other threads may read the store, too
+        return {known[place].name: known[place] for place in sorted(known)}
 
     def may_have_grown(self) -> bool:
         """Whether a worker may have joined since the members were last read. One request, which writes nothing."""
@@ -338,7 +343,10 @@ class Places:
             self._gone.add(place)
             self._known.pop(place, None)
         else:
-            self._known[place] = Entry.from_json(text)
+            entry = Entry.from_json(text)
+            # Another thread may have read the place later than this one, and noted it earlier.
+            if place not in self._gone:
+                self._known[place] = entry
         return True
 
     def leave(self) -> None:

@@ -555,7 +555,8 @@ class Server:
             connection.send(message, more)
             if more:
                 self._corked.add(connection)
-                more = unhurried or bool(threads.requests)
+                # Again: whoever has become the leader meanwhile may have looked for such connections before this one.
+                more = bool(unhurried or threads.requests) and threads.is_polling_thread()
         except ConnectionLostError as error:
             _log.info("%s: the answer to %s is lost: %s", self._label, connection.peer, error)
             self._references.not_returned(connection.rank, message.returned)

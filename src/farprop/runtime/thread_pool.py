@@ -99,7 +99,8 @@ class ThreadPool:
     @property
     def delivers(self) -> bool:
         """Answers are on their way to futures and their callbacks."""
-        return bool(self._answers or self._delivering)
+        with self._lock:
+            return bool(self._answers or self._delivering)
 
     # Waiting inside the pool
 
@@ -261,11 +262,11 @@ class ThreadPool:
         answers, lock = self._answers, self._lock
         this_thread.counted = 0
         while True:
-            try:
-                function, args = answers.popleft()
-            except IndexError:
-                break
             with lock:
+                try:
+                    function, args = answers.popleft()
+                except IndexError:
+                    break
                 if coming:
                     self._coming -= 1
                     coming = False

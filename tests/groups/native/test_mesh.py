@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 import torch
 
-from farprop.distributed.native.framing import HEADER_SIZE, HEARTBEAT, FrameKind, pack, unpack
+from farprop.distributed.native.framing import HEADER_SIZE, HEARTBEAT, FrameKind, FrameReader, pack, unpack
 from farprop.distributed.native.host_messages import HostMessages
 from farprop.distributed.native.matching import PostedRecv
 from farprop.distributed.native.mesh import Mesh
@@ -189,3 +191,65 @@ def test_tensor_of_another_collective_is_not_received() -> None:
         with pytest.raises(CollectiveMismatchError, match="rank 1 called allreduce"):
             messages.wait()
         assert not received.any()
+
+
+def test_receive_that_is_posted_while_a_rank_is_lost_does_not_stumble() -> None:
+    """It raised ``RuntimeError: dictionary changed size during iteration``, which nobody expects."""
+    ended: SimpleQueue[Exception | None] = SimpleQueue()
+    with rank_0(unix_pair) as (mesh, _):
+        mesh._gone[8] = "its connection has closed"
+        mesh._readers[8] = mesh._readers[9] = mesh._readers[1]
+        gone = mesh._gone
+
+        def lose_another(frame: Any, event: str, _: Any) -> Any:
+            if frame.f_code.co_name == "<listcomp>" and frame.f_code.co_filename.endswith("mesh.py"):
+                gone.setdefault(9, "its connection has closed")
+            return lose_another
+
+        sys.settrace(lose_another)
+        try:
+            mesh.post(PostedRecv(FrameKind.MESSAGE, 8, 7, memoryview(b""), "int8", lambda _, error: ended.put(error)))
+        finally:
+            sys.settrace(None)
+        assert isinstance(ended.get(timeout=60), RankLostError)
+
+
+def test_receive_that_gives_up_while_its_message_arrives_leaves_it_to_the_next_one() -> None:
+    """The message was lost, so the next receive got the one behind it, and the memory of the first was written to."""
+    ended: SimpleQueue[Exception | None] = SimpleQueue()
+    first, second = bytearray(8), bytearray(8)
+    read = threading.Event()
+    with rank_0(unix_pair) as (mesh, theirs):
+        filled = FrameReader.filled
+
+        def note(reader: FrameReader, count: int) -> None:
+            filled(reader, count)
+            if reader._message is not None and len(reader._target) == 4:
+                read.set()
+
+        mesh._readers[1].filled = note.__get__(mesh._readers[1])  # type: ignore[method-assign]
+        recv = PostedRecv(FrameKind.MESSAGE, 1, 7, memoryview(first), "int8", lambda _, error: ended.put(error))
+        mesh.post(recv)
+        theirs.sendall(pack(FrameKind.MESSAGE, 7, "int8", 8) + b"half")
+        assert read.wait(60)
+        assert mesh.cancel(recv, CollectiveTimeoutError("it waited"))
+        assert isinstance(ended.get(timeout=60), CollectiveTimeoutError)
+        first[:] = b"my own!!"  # the program uses its memory for something else
+        mesh.post(PostedRecv(FrameKind.MESSAGE, 1, 7, memoryview(second), "int8", lambda _, error: ended.put(error)))
+        theirs.sendall(b"done" + pack(FrameKind.MESSAGE, 7, "int8", 8) + b"the next")
+        assert ended.get(timeout=60) is None
+        assert second == b"halfdone"
+        assert first == b"my own!!"
+
+
+def test_receive_that_gives_up_too_late_has_its_message() -> None:
+    ended: SimpleQueue[Exception | None] = SimpleQueue()
+    room = bytearray(4)
+    with rank_0(unix_pair) as (mesh, theirs):
+        recv = PostedRecv(FrameKind.MESSAGE, 1, 7, memoryview(room), "int8", lambda _, error: ended.put(error))
+        mesh.post(recv)
+        theirs.sendall(pack(FrameKind.MESSAGE, 7, "int8", 4) + b"here")
+        assert ended.get(timeout=60) is None
+        assert not mesh.cancel(recv, CollectiveTimeoutError("it waited"))
+        assert ended.empty()
+        assert room == b"here"

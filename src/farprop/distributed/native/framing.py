@@ -7,12 +7,14 @@ allocate memory for it, and both take memory that the system provides as it is w
 from __future__ import annotations
 
 import struct
+import threading
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 from farprop.distributed.native.group_state import GroupState
 from farprop.distributed.native.matching import IncomingMessage, MessageMatcher
 from farprop.errors import ProtocolError
+from farprop.wire.frames import room_for
 
 _HEADER = struct.Struct("<BxHxxxxqQ")
 HEADER_SIZE = _HEADER.size
@@ -67,6 +69,8 @@ class FrameHandler(Protocol):
 
     state: GroupState
     matcher: MessageMatcher
+    read_lock: threading.Lock
+    """Held while data is put into the memory of receives."""
 
     def handle(self, peer: int, kind: FrameKind, text: str) -> None:
         """A frame without data has arrived."""
@@ -75,8 +79,8 @@ class FrameHandler(Protocol):
 class FrameReader:
     """Turns the bytes of one rank into frames. The data of tensors is received straight into its final place.
 
-    As with the reader of calls, ``target()`` is the memory to receive into next, and ``received(n)`` says that n bytes
-    were put there.
+    ``target()`` is the memory to receive into next. ``filled(n)`` says that n bytes were put there; both are called
+    under the handler's ``read_lock``. ``advance()``, without it, does what follows.
 
     Args:
         handler: who gets the frames.
@@ -99,8 +103,19 @@ class FrameReader:
         """The memory to receive into; never empty."""
         return self._target
 
-    def received(self, count: int) -> bool:
-        """``count`` bytes were received into the target.
+    def filled(self, count: int) -> None:
+        """``count`` bytes were received into the target."""
+        self._target = self._target[count:]
+
+    def move(self, message: IncomingMessage) -> None:
+        """The receive of the message that arrives now has given up: the message goes on in memory of its own."""
+        own = room_for(message.length)
+        filled = message.length - len(self._target)
+        own[:filled] = message.buffer[:filled]
+        message.buffer, self._target = own, own[filled:]
+
+    def advance(self) -> bool:
+        """If the target is full, pass on what it was for, and set the next one.
 
         Returns:
             Whether the rank sends more; False after its last frame.
@@ -109,7 +124,6 @@ class FrameReader:
             ProtocolError: the bytes are not a frame.
             CollectiveError: the rank has sent too many messages that nobody receives.
         """
-        self._target = self._target[count:]
         while not len(self._target):
             if not self._advance():
                 return False
@@ -147,6 +161,7 @@ class FrameReader:
             return kind not in (FrameKind.GOODBYE, FrameKind.PROGRAM_FAILED)
         # In this order: if there is no memory for the data, ``abandon`` has to know of the receive.
         self._message = IncomingMessage(kind, self._peer, header.key, text, header.data_length)
-        self._handler.matcher.begin(self._message)
-        self._target = self._message.buffer
+        with self._handler.read_lock:
+            self._handler.matcher.begin(self._message)
+            self._target = self._message.buffer
         return True

@@ -47,6 +47,7 @@ class PostedRecv:
         self.kind, self.source, self.key = kind, source, key
         self.buffer = buffer
         self.text = text
+        self.message: IncomingMessage | None = None
         self._on_done = on_done
         self._is_done = False
 
@@ -83,7 +84,7 @@ class IncomingMessage:
 
     Attributes:
         text: the dtype of a message, or the fingerprint of a collective.
-        recv: the receive that it was matched with; None while it is unexpected.
+        recv: the receive that it is matched with; None while it is unexpected.
         buffer: where its data goes: the receive's buffer, or memory of its own.
         is_complete: whether all of its data has arrived.
     """
@@ -120,7 +121,7 @@ class MessageMatcher:
                     self._unexpected.remove(message)
                     self._counts[message.source] -= 1
                     self._bytes[message.source] -= message.length
-                    message.recv = recv
+                    message.recv, recv.message = recv, message
                     break
             else:
                 self._posted.append(recv)
@@ -140,7 +141,7 @@ class MessageMatcher:
                 if posted.matches(message):
                     self._posted.remove(posted)
                     posted.source = message.source
-                    message.recv = posted
+                    message.recv, posted.message = posted, message
                     break
             else:
                 self._keep(message)
@@ -158,8 +159,11 @@ class MessageMatcher:
                 f"{message.length} bytes. The limit is {_MAX_UNEXPECTED} messages and {self._max_bytes} bytes. Receive "
                 "them, or have that rank wait before it sends more."
             )
-        self._counts[source] += 1
-        self._bytes[source] += message.length
+        self._queue(message)
+
+    def _queue(self, message: IncomingMessage) -> None:
+        self._counts[message.source] += 1
+        self._bytes[message.source] += message.length
         self._unexpected.append(message)
 
     def complete(self, message: IncomingMessage) -> None:
@@ -177,12 +181,28 @@ class MessageMatcher:
             recv.buffer[:] = message.buffer
         recv.finish(error)
 
-    def cancel(self, recv: PostedRecv, error: Exception) -> None:
-        """End a receive with an error. If its message arrives later, it is unexpected."""
+    def cancel(self, recv: PostedRecv, move: Callable[[IncomingMessage], None]) -> bool:
+        """Take a receive back. Its message is unexpected if it comes later, or is arriving now.
+
+        Args:
+            recv: the receive. The caller ends it.
+            move: called with a message that is arriving in the receive's memory: has it arrive elsewhere.
+
+        Returns:
+            False if all of the message is there, and the receive ends with it.
+        """
         with self._lock:
+            message = recv.message
             if recv in self._posted:
                 self._posted.remove(recv)
-        recv.finish(error)
+            elif message is not None:
+                if message.is_complete:
+                    return False
+                if message.buffer is recv.buffer:
+                    move(message)
+                message.recv = recv.message = None
+                self._queue(message)
+        return True
 
     def fail(self, error: Exception, concerns: Callable[[PostedRecv], bool]) -> None:
         """End with an error all posted receives for which ``concerns`` returns True."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 
 from farprop.distributed.native.framing import HEARTBEAT, FrameKind, FrameReader, pack
 from farprop.distributed.native.group_state import PATIENCE, CollectiveCall, GroupState
-from farprop.distributed.native.matching import MessageMatcher, PostedRecv
+from farprop.distributed.native.matching import IncomingMessage, MessageMatcher, PostedRecv
 from farprop.errors import CollectiveError, CollectiveTimeoutError, ProtocolError, RankLostError, renewed
 from farprop.locks import make_lock
 from farprop.protocol.host_liveness import PROBE_SECONDS, HostLiveness, HostState
@@ -59,6 +59,7 @@ class Mesh:
         self.matcher = MessageMatcher(max_bytes)
         self._on_state_change = on_state_change
         self._peer_limits = peer_limits or {}
+        self.read_lock = make_lock("mesh_read")
         self._send_locks = {peer: make_lock("mesh_send") for peer in peers}
         self._sockets = dict(peers)
         self._gone: dict[int, str] = {}  # ranks that can't be reached any more, and why
@@ -191,11 +192,22 @@ class Mesh:
     def post(self, recv: PostedRecv) -> None:
         """Post a receive. It ends when its message has arrived, or can't arrive any more."""
         self.matcher.post(recv)
-        gone = [peer for peer in self._gone if recv.source in (None, peer)]
+        gone = [peer for peer in list(self._gone) if recv.source in (None, peer)]  # another thread may add one
         if gone:
-            self.matcher.cancel(recv, self._lost(gone[0]))
+            self.cancel(recv, self._lost(gone[0]))
         elif (failure := self._failure_of(recv.kind)) is not None:
-            self.matcher.cancel(recv, failure)
+            self.cancel(recv, failure)
+
+    def cancel(self, recv: PostedRecv, error: Exception) -> bool:
+        """End a receive with an error, and write to its memory no more; False if it has just got its message."""
+        with self.read_lock:
+            is_ended = self.matcher.cancel(recv, self._move_message)
+        if is_ended:
+            recv.finish(error)
+        return is_ended
+
+    def _move_message(self, message: IncomingMessage) -> None:
+        self._readers[message.source].move(message)
 
     def _run(self) -> None:
         try:
@@ -236,12 +248,14 @@ class Mesh:
         """Read once from a rank; False if nothing more has arrived, or it has said goodbye."""
         reader = self._readers[peer]
         try:
-            count = self._sockets[peer].recv_into(reader.target(), 0, socket.MSG_DONTWAIT)
+            with self.read_lock:
+                count = self._sockets[peer].recv_into(reader.target(), 0, socket.MSG_DONTWAIT)
+                reader.filled(count)
         except BlockingIOError:
             return False
         if not count:
             raise ConnectionResetError("its connection has closed")
-        return reader.received(count)
+        return reader.advance()
 
     def _peers_with_more(self) -> set[int]:
         """Ranks with bytes that TLS has received and nobody has read. Such bytes don't make the socket readable."""

@@ -403,8 +403,9 @@ class _RecvWork(Work):
                 f"Rank {self._mesh.rank} waited {limit.total_seconds():g} s to receive from {self._whom}, with tag "
                 f"{self._recv.key}."
             )
-            self._mesh.matcher.cancel(self._recv, error)
-            raise renewed(error) from None
+            if self._mesh.cancel(self._recv, error):
+                raise renewed(error) from None
+            return super().wait(limit)  # its message came at the last moment
 
     def _source_rank(self) -> int:
         return -1 if self._recv.source is None else self._recv.source

@@ -64,7 +64,8 @@ class PassAborter:
             self._fail_waiter(local.id, error)
         else:
             failure = self._peers.dialect.encode_failure(error, self._peers.name_of_rank(self._own_rank))
-            self._report(local.id, bytes(failure.payload), _TRIES)
+            # On a thread of the pool: this may be the thread that polls, and the origin may have to be dialled.
+            self._peers.submit(self._report, local.id, bytes(failure.payload), _TRIES)
 
     def _report(self, pass_id: PassId, failure: bytes, tries: int) -> None:
         def again(error: Exception) -> None:
