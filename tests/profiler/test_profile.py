@@ -10,7 +10,7 @@ import pytest
 
 from farprop.errors import UsageError
 from tests.profiler import pipeline as p
-from tests.profiler.chrome_format import Event, Trace, checked, end_of
+from tests.profiler.chrome_format import Arrow, Event, Trace, checked, end_of
 from tests.references.looking import wait_until
 from tests.support import clocks
 from tests.support.workers import Cluster, cluster
@@ -242,6 +242,62 @@ def test_functions_that_return_futures_leave_their_thread(tmp_path: Path) -> Non
     assert {trace.processes[event["pid"]] for event in unfinished} == {"worker1"}
     assert len(trace.named("rpc_remote#double(worker0 -> worker1)")) == 2  # on its thread, and in flight
     assert len(trace.named("to_here(worker0 -> worker1)")) == 1
+
+
+def test_calls_that_have_not_ended_are_there_until_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with cluster(2) as job:
+        found = job.run(0, p.leave_calls_open, str(path))
+    content = p.read(path)
+    trace = checked(content)
+    assert found["missing"] == {}
+    calls, served = _calls(trace), _served(trace)
+    last = {worker: max(map(end_of, _of(trace, worker))) for worker in ("worker0", "worker1")}
+    # The callers: one waits, two go on, and one has given up.
+    open_calls = {event["name"]: event for event in calls.values() if event["args"]["outcome"] == "unfinished"}
+    assert set(open_calls) == {
+        "rpc_sync#hang(worker0 -> worker1)",
+        "rpc_async#hang_in_a_future(worker0 -> worker1)",
+        "rpc_remote#hang(worker0 -> worker1)",
+    }
+    for event in open_calls.values():
+        assert end_of(event) == pytest.approx(last["worker0"], abs=_ROUNDING)
+    (given_up,) = [event for event in calls.values() if event["args"]["outcome"] == "RpcTimeoutError"]
+    # The callee runs what they have called, also for the one that has given up.
+    runs = {identity: event for identity, event in served.items() if event["args"]["outcome"] == "unfinished"}
+    hanging = [event for event in runs.values() if event["name"] == "hang for worker0"]
+    assert len(hanging) == 3
+    for event in hanging:
+        assert end_of(event) == pytest.approx(last["worker1"], abs=_ROUNDING)
+    assert given_up["args"]["call"] in runs
+    (pair,) = [event for event in content["traceEvents"] if event["ph"] == "b" and event["cat"] == "unfinished"]
+    assert pair["id"] == open_calls["rpc_async#hang_in_a_future(worker0 -> worker1)"]["args"]["call"]
+    # An arrow leads to each of them, and none leads back.
+    identities = set(runs)
+    for name, count in (("call", len(identities)), ("answer", 0)):
+        arrows = [arrow for arrow in trace.arrows if arrow.name == name]
+        assert sum(_call_of(trace, arrow, name) in identities for arrow in arrows) == count, name
+    # Where the time went.
+    summary = found["summary"]
+    assert summary["worker0"].idle == pytest.approx(0, abs=1e-6)
+    longest = max(event["dur"] for event in trace.named("run") if trace.worker_of(event) == "worker1") / 1e6
+    assert summary["worker1"].computing >= longest - 1e-6
+    slowest = {call.name: call for call in found["slowest"] if call.outcome == "unfinished"}
+    assert set(slowest) == set(open_calls)
+    for call in found["slowest"]:
+        assert call.encode + call.queue + call.run + call.wire == pytest.approx(call.seconds)
+        assert min(call.encode, call.queue, call.run, call.wire) >= 0
+
+
+def _of(trace: Trace, worker: str) -> list[Event]:
+    return [event for event in trace.slices if trace.worker_of(event) == worker]
+
+
+def _call_of(trace: Trace, arrow: Arrow, name: str) -> str | None:
+    """The call whose run an arrow leads to, or comes from."""
+    at = arrow.end if name == "call" else arrow.start
+    around = [event for event in trace.slices if event["cat"] == "served" and (event is at or _is_part(at, event))]
+    return max(around, key=lambda event: event["ts"])["args"]["call"] if around else None
 
 
 def test_restricted_workers_tell_functions_and_times_alone(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """What a worker has done: plain data, made while somebody listens (``runtime/recorder.py``), which travels as JSON.
 
-An event is made when what it tells of has ended. Times are seconds of ``time.monotonic()`` on the worker. Both ends of
-a call know it by the same id (``protocol/inspection.py``): its event at the caller and its event at the callee have the
-same caller, callee and number.
+An event is made when what it tells of has ended, or when a recording ends before that: then the times that are not
+there yet are those of the recording's end, and the outcome is ``unfinished``. Times are seconds of ``time.monotonic()``
+on the worker. Both ends of a call know it by the same id (``protocol/inspection.py``): its event at the caller and its
+event at the callee have the same caller, callee and number.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 
 OK = "ok"
+UNFINISHED = "unfinished"  # it had not ended when the recording did
 
 
 class ClientCall(msgspec.Struct, frozen=True, array_like=True, tag="client", gc=False):
@@ -37,7 +39,7 @@ class ClientCall(msgspec.Struct, frozen=True, array_like=True, tag="client", gc=
     sent_bytes: int
     received_bytes: int
     outcome: str
-    """``ok``, or the name of the exception's type."""
+    """``ok``, the name of the exception's type, or ``unfinished``."""
     system: bool = False
     """Whether it is farprop's own."""
     is_waited_for: bool = True

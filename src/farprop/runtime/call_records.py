@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from farprop.protocol.events import OK, ClientCall, ServedCall
+from farprop.protocol.events import OK, UNFINISHED, ClientCall, ServedCall
 from farprop.runtime.recorder import CallSpan, Tracer, recorder
 from farprop.wire.function_names import shown_name
 from farprop.wire.message import SYSTEM, TRACED, Message
@@ -45,6 +45,11 @@ def _end_span(span: CallSpan, caller: str, callee: str, number: int, outcome: st
         span.end(caller, callee, number, outcome)
     except Exception:
         recorder.drop_tracer()
+
+
+def _by(end: float, time: float) -> float:
+    """A time of a record that is not there yet, or came after ``end``, is the end."""
+    return time if 0.0 < time < end else end
 
 
 class CallRecord:
@@ -152,10 +157,19 @@ class CallRecord:
         recorder.record(self)
 
     def event(self) -> ClientCall:
-        name, ended = self._name, self._ended
+        ended = self._ended
+        return self._event(self._callee, self._number, self.sent, self.answered or ended, ended, self._outcome)
+
+    def unfinished(self, callee: str, number: int, ended: float) -> ClientCall:
+        """The event of a call that had no answer at this time. It may go on meanwhile."""
+        sent, answered = _by(ended, self.sent), _by(ended, self.answered)
+        return self._event(callee, number, sent, answered, ended, UNFINISHED)
+
+    def _event(self, callee: str, number: int, sent: float, answered: float, ended: float, outcome: str) -> ClientCall:
+        name = self._name
         return ClientCall(
-            self._callee,
-            self._number,
+            callee,
+            number,
             self._method or recorder.name_of(name),
             shown_name(name) if len(name) == 1 else self._kind,
             self._thread,
@@ -163,12 +177,12 @@ class CallRecord:
             self._context,
             self._began,
             self._encoded,
-            self.sent,
-            self.answered or ended,
+            sent,
+            answered,
             ended,
             self._sent_bytes,
             self._received_bytes,
-            self._outcome,
+            outcome,
             is_system(name, self._flags),
             self._waits,
         )
@@ -267,6 +281,13 @@ class ServedRecord:
 
     def event(self) -> ServedCall:
         decoded = self.decoded or self._ended
+        return self._event(decoded, self.returned or decoded, self._ended, self._sent_bytes, self.outcome)
+
+    def unfinished(self, ended: float) -> ServedCall:
+        """The event of a request that was not answered at this time. It may go on meanwhile."""
+        return self._event(_by(ended, self.decoded), _by(ended, self.returned), ended, 0, UNFINISHED)
+
+    def _event(self, decoded: float, returned: float, ended: float, sent_bytes: int, outcome: str) -> ServedCall:
         return ServedCall(
             self._caller,
             self._number,
@@ -276,11 +297,11 @@ class ServedRecord:
             self._arrived,
             self._started,
             decoded,
-            self.returned or decoded,
-            self._ended,
+            returned,
+            ended,
             self._received_bytes,
-            self._sent_bytes,
-            self.outcome,
+            sent_bytes,
+            outcome,
             is_system(self._name, self._flags),
             self.is_answered_later,
         )
