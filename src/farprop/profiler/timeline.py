@@ -173,6 +173,8 @@ def note_early(details: dict[str, Any], began: float, since: float) -> None:
 def _client_slices(call: ClientCall, own: str, since: float) -> Iterator[Slice]:
     name = call_name(call.kind, call.function, own, call.callee)
     details = {"call": f"{own}>{call.callee}#{call.number}", "bytes sent": call.sent_bytes, "outcome": call.outcome}
+    if call.message:
+        details["message"] = call.message
     note_early(details, call.began, since)
     if call.parent is not None:
         details["part of"] = f"{call.parent[0]}>{own}#{call.parent[1]}"
@@ -196,6 +198,8 @@ def _served_slices(call: ServedCall, own: str, since: float) -> Iterator[Slice]:
         "bytes sent": call.sent_bytes,
         "outcome": call.outcome,
     }
+    if call.message:
+        details["message"] = call.message
     note_early(details, call.started, since)
     is_ours = call.system or call.function in _OWN_METHODS
     ended = call.returned if call.is_answered_later else call.ended

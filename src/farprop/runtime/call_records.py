@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from farprop.protocol.events import OK, UNFINISHED, ClientCall, ServedCall
+from farprop.protocol.events import OK, UNFINISHED, ClientCall, ServedCall, message_of
 from farprop.runtime.recorder import CallSpan, Tracer, recorder
 from farprop.wire.function_names import shown_name
 from farprop.wire.message import SYSTEM, TRACED, Message
@@ -68,6 +68,7 @@ class CallRecord:
         "_ended",
         "_flags",
         "_kind",
+        "_message",
         "_method",
         "_name",
         "_number",
@@ -108,6 +109,7 @@ class CallRecord:
         self._received_bytes = 0
         self._told = False
         self._waits = waits
+        self._message = ""
         self.sent = self.answered = 0.0
         self._span: CallSpan | None = None
         tracer = recorder.tracer
@@ -152,8 +154,10 @@ class CallRecord:
         if self._told or not self._number:  # without a number it was not sent
             return
         self._told = True
-        self._outcome = OK if error is None else type(error).__name__
         self._ended = _now()
+        self._outcome = OK if error is None else type(error).__name__
+        if error is not None:
+            self._message = message_of(error)
         recorder.record(self)
 
     def event(self) -> ClientCall:
@@ -185,6 +189,7 @@ class CallRecord:
             outcome,
             is_system(name, self._flags),
             self._waits,
+            self._message,
         )
 
     def __enter__(self) -> None:
@@ -207,8 +212,10 @@ class ServedRecord:
         "_entered",
         "_flags",
         "_function",
+        "_message",
         "_name",
         "_number",
+        "_outcome",
         "_received_bytes",
         "_sent_bytes",
         "_span",
@@ -217,7 +224,6 @@ class ServedRecord:
         "context",
         "decoded",
         "is_answered_later",
-        "outcome",
         "returned",
     )
 
@@ -233,7 +239,8 @@ class ServedRecord:
         self._flags = message.flags
         self.context = None if message.autograd is None else message.autograd.context_id
         self.decoded = self.returned = 0.0
-        self.outcome = OK
+        self._outcome = OK
+        self._message = ""
         self.is_answered_later = False
         self._span: CallSpan | None = None
         self._entered: CallSpan | None = None
@@ -270,18 +277,23 @@ class ServedRecord:
             except Exception:
                 recorder.drop_tracer()
 
+    def on_error(self, error: BaseException) -> None:
+        """Its answer will be this error."""
+        self._outcome = type(error).__name__
+        self._message = message_of(error)
+
     def end(self, answer: Message) -> None:
         """The answer was sent."""
         self._ended = _now()
         self._sent_bytes = answer.nbytes
         span, self._span = self._span, None
         if span is not None:
-            _end_span(span, self._caller, "", self._number, self.outcome)
+            _end_span(span, self._caller, "", self._number, self._outcome)
         recorder.record(self)
 
     def event(self) -> ServedCall:
         decoded = self.decoded or self._ended
-        return self._event(decoded, self.returned or decoded, self._ended, self._sent_bytes, self.outcome)
+        return self._event(decoded, self.returned or decoded, self._ended, self._sent_bytes, self._outcome)
 
     def unfinished(self, ended: float) -> ServedCall:
         """The event of a request that was not answered at this time. It may go on meanwhile."""
@@ -304,4 +316,5 @@ class ServedRecord:
             outcome,
             is_system(self._name, self._flags),
             self.is_answered_later,
+            self._message,
         )
