@@ -119,6 +119,19 @@ def call_in_profile(path: str | None, times: int, **options: Any) -> dict[str, A
     return result_of(profile)
 
 
+def double_with_hook(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y.register_hook(torch.sinh)
+    return y
+
+
+def backward_in_profile(path: str, **options: Any) -> dict[str, Any]:
+    with farprop.profile(path, **options) as profile, dist_autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", double_with_hook, args=(torch.ones(2, requires_grad=True),))
+        dist_autograd.backward(context_id, [y.sum()])
+    return result_of(profile)
+
+
 def pid_of(worker: str) -> int:
     return int(rpc.rpc_sync(worker, os.getpid))
 

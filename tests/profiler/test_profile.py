@@ -218,6 +218,27 @@ def test_operators_are_inside_of_the_runs_that_they_belong_to(tmp_path: Path) ->
     assert all(any(_is_part(product, run) for run in runs) for product in products)
 
 
+def test_hook_that_the_engine_runs_is_in_front_of_its_node(tmp_path: Path) -> None:
+    """As docs/profiling.md says: it has no slice of its own. With operators, its node and what it does have."""
+    path = tmp_path / "trace.json"
+    with cluster(2) as job:
+        job.run(0, p.backward_in_profile, str(path), operators=True)
+    trace = checked(p.read(path))
+    assert trace.named("hook") == []
+    (run,) = [event for event in trace.named("backward") if event["cat"] == "backward" and _is_at(trace, event)]
+    (whole,) = [event for event in trace.named("autograd::engine::evaluate_function: Mul") if _is_at(trace, event)]
+    (node,) = [event for event in trace.named("MulBackward0") if _is_at(trace, event)]
+    (hook,) = trace.named("aten::sinh")
+    assert _is_part(whole, run)
+    assert _is_part(node, whole)
+    assert _is_part(hook, whole)
+    assert end_of(hook) <= node["ts"] + _ROUNDING
+
+
+def _is_at(trace: Trace, event: Event, worker: str = "worker1") -> bool:
+    return trace.worker_of(event) == worker
+
+
 def test_collectives(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with cluster(2) as job:
