@@ -11,6 +11,7 @@ import farprop.rpc as rpc
 from farprop.cli.main import INCOMPLETE, OK, USAGE, main
 from tests.profiler import pipeline as p
 from tests.profiler.chrome_format import checked
+from tests.profiler.test_profile import check_arrows
 from tests.references.looking import wait_until
 from tests.support.workers import cluster
 
@@ -28,9 +29,9 @@ def test_job_is_recorded_from_outside(tmp_path: Path, capsys: pytest.CaptureFixt
         assert "rpc_sync#double(worker0 -> worker1)" in text
         assert f"{path}: open it at" in text
         trace = checked(p.read(path))
-        made = trace.named("rpc_sync#double(worker0 -> worker1)")
-        assert made
-        assert sum(arrow.name == "call" for arrow in trace.arrows) >= len(made) - 1
+        assert trace.named("rpc_sync#double(worker0 -> worker1)")
+        assert any(arrow.name == "call" for arrow in trace.arrows)
+        check_arrows(trace)  # the workers don't begin and end at the same moment: some calls have no run, or no caller
         assert main([*command, "--json"]) == OK
         found = json.loads(capsys.readouterr().out)
         by_name = {worker["worker"]: worker for worker in found["summary"]["workers"]}
