@@ -13,6 +13,7 @@ from playwright.sync_api import Browser
 import farprop.rpc as rpc
 from farprop.dashboard.server import Server
 from farprop.dashboard.sources import Outside
+from farprop.protocol.events import MOST_MESSAGE
 from tests.dashboard import busy_job
 from tests.dashboard.browser import Tab
 from tests.inspection import functions as f
@@ -90,6 +91,7 @@ def test_page_shows_a_busy_job(busy: str, chromium: Browser, size: str) -> None:
         tab.has_text("#calls .why", sentence)
         tab.has_text("#calls .why", "params has been in busy_job.py")
         tab.has_text("#errors tbody", "FileNotFoundError")
+        tab.has_text("#errors .message", "shard-")
         tab.has_text("#owners li", "params")
         tab.has_text("#references tbody", "embedding")
         tab.has_text("#passes tbody", "trainer1")
@@ -171,6 +173,7 @@ def _call_often() -> None:
         rpc.rpc_sync("worker1", torch.add, (torch.ones(2), 1))
 
 
+_EVIL_MESSAGE = "\u202e<script>document.title='owned'</script><b onmouseover=alert(1)>"
 _EVIL = "<img src=x onerror=\"document.title='owned'\">"
 
 
@@ -186,7 +189,7 @@ def _call_evil() -> None:
         pass
 
     def failing() -> None:
-        raise EvilError("<script>document.title='owned'</script>")
+        raise EvilError(f"{_EVIL_MESSAGE}\x1b[2J{'m' * 2000}")
 
     for function in (evil, failing):
         function.__name__ = function.__qualname__ = _EVIL
@@ -197,18 +200,27 @@ def _call_evil() -> None:
         pass
 
 
-def test_names_of_the_job_are_text(chromium: Browser) -> None:
-    """A function or an exception may be called anything, and its name is no HTML."""
+@pytest.mark.parametrize("size", ["laptop", "phone"])
+def test_names_and_messages_of_the_job_are_text(chromium: Browser, size: str) -> None:
+    """A function or an exception may be called anything, and say anything, and nothing of it is HTML."""
     with cluster(2, env=_SMALL) as job:
         server = Server(Outside("small"), "127.0.0.1", 0)
         try:
-            with Tab(chromium) as tab:
+            with Tab(chromium, size) as tab:
                 page = tab.open(server.url)
                 tab.wait(f"{_SERVED.format('worker1')} === '0/s'")
                 job.run(0, _call_evil)
                 tab.has_text("#functions tbody", "<img src=x onerror")
                 tab.has_text("#errors tbody", "<img src=x onerror")
-                assert page.locator("#page img").count() == 0
+                tab.has_text("#errors .message", "?<script>document.title='owned'</script><b onmouseover")
+                assert page.locator("#page :is(img, script, b)").count() == 0
+                message = page.locator("#errors .message").first.inner_text()
+                assert message.endswith("mm…")
+                assert len(message) <= MOST_MESSAGE
+                assert message.isprintable()
+                assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+                table = "document.querySelector('#errors .scroll')"
+                assert page.evaluate(f"{table}.scrollWidth - {table}.clientWidth") <= 0
                 assert "owned" not in page.title().replace(_EVIL, "")
         finally:
             server.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from farprop.dashboard.picture import Picture
@@ -12,7 +13,7 @@ from farprop.dashboard.task_stream import MOST_SLICES, RUN, WAIT, Slice, joined,
 from farprop.inspect.job import Job
 from farprop.protocol import events
 from farprop.protocol.call_stats import CLIENT, SERVER, CallStats
-from farprop.protocol.events import OK, ClientCall, Event, ServedCall, Span
+from farprop.protocol.events import MOST_MESSAGE, OK, ClientCall, Event, ServedCall, Span
 from farprop.protocol.inspection import Member, Recent, Silence, Snapshot
 from farprop.runtime.process_state import UNRESPONSIVE
 
@@ -146,6 +147,49 @@ def test_error_that_both_ends_tell_of_is_one() -> None:
     again = _recent("w1", 12.0, [_served(9, 11.0, 11.5, "ValueError")], CallStats())
     picture.look(_job("w0", "w1"), {"w1": again}, _WALL + 2)
     assert [row.count for row in picture.state.errors] == [2]
+
+
+def _failed(message: str, number: int = 1) -> ServedCall:
+    return msgspec.structs.replace(_served(number, 1.0, 1.5, "ValueError"), message=message)
+
+
+def _message_of(picture: Picture, *told: Recent) -> str:
+    for one in told:
+        picture.look(_job("w0", "w1"), {one.name: one}, _WALL)
+    assert picture.state is not None
+    (row,) = picture.state.errors
+    return row.message
+
+
+def test_error_has_the_message_of_the_last_one() -> None:
+    events: list[Event] = [_failed("bad batch 7"), _failed("bad batch 8", 2)]
+    assert _message_of(Picture(), _recent("w1", 10.0, events, CallStats())) == "bad batch 8"
+
+
+def test_end_of_a_call_that_tells_the_message_is_asked_if_the_other_does_not() -> None:
+    """In a restricted job, workers of other hosts don't tell it."""
+    discreet = _recent("w1", 10.0, [_served(1, 1.0, 1.5, "ValueError")], CallStats())
+    open_hearted = msgspec.structs.replace(_made(1, 1.0, 1.6, "ValueError"), message="bad batch")
+    assert _message_of(Picture(), discreet, _recent("w0", 10.0, [open_hearted], CallStats())) == "bad batch"
+    known = _recent("w1", 10.0, [_failed("first")], CallStats())
+    assert _message_of(Picture(), known, _recent("w0", 10.0, [open_hearted], CallStats())) == "first"
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("a\nb\tc", "a b c"),
+        ("\x1b[2Jgone\x07\x00", "?[2Jgone??"),
+        ("\u202egnp.exe\u200b\ufeff", "?gnp.exe??"),  # written from right to left, and nothing that is seen
+        ("\ud800", "?"),  # no JSON
+        ("<script>alert(1)</script>", "<script>alert(1)</script>"),  # the page shows it as text
+        ("x" * 100_000, "x" * (MOST_MESSAGE - 1) + "…"),
+        (" \n" * 100_000, ""),
+    ],
+)
+def test_message_of_another_worker_is_a_short_line(message: str, shown: str) -> None:
+    """A worker may say anything, whatever farprop would have it say."""
+    assert _message_of(Picture(), _recent("w1", 10.0, [_failed(message)], CallStats())) == shown
 
 
 def test_errors_have_a_limit() -> None:

@@ -51,7 +51,11 @@ def test_names_of_the_job_are_no_codes_for_the_terminal() -> None:
     with cluster(2, env=_ENV) as job:
         _shown(job, 160, 1)  # from now on they take note
         job.run(0, _call_evil)
-        assert "<img src=x onerror" in _shown(job, 160)
+        shown = _shown(job, 160)
+        assert "<img src=x onerror" in shown
+        assert "?<script>document.title" in shown
+        assert "\x1b" not in shown
+        assert max(map(len, _shown(job, 80).splitlines())) <= 80
 
 
 def test_command_uses_the_terminal_that_it_has() -> None:

@@ -11,7 +11,8 @@ import torch
 
 import farprop.autograd as dist_autograd
 import farprop.rpc as rpc
-from farprop.protocol.events import ClientCall, Event, ServedCall
+from farprop.protocol.events import MOST_MESSAGE, ClientCall, Event, ServedCall, Span, discreet
+from farprop.protocol.inspection import to_json
 from farprop.runtime.recorder import recorder
 from tests.inspection import functions as f
 from tests.references.looking import wait_until
@@ -85,6 +86,41 @@ def test_calls_are_told_at_both_ends() -> None:
         assert event.received_bytes == there.sent_bytes
         assert not event.system
     assert all(event.sent_bytes >= 400 for event in made if event.function.endswith("_doubled"))
+
+
+class _BadText(ValueError):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def _fail(how: str) -> None:
+    raise {
+        "hostile": ValueError("\x1b[2J\ud800 a\nb"),
+        "long": ValueError("x" * 100_000),
+        "textless": _BadText(),
+    }[how]
+
+
+def _fail_often() -> None:
+    for how in ("hostile", "long", "textless"):
+        try:
+            rpc.rpc_sync("worker1", _fail, args=(how,))
+        except ValueError:
+            pass
+
+
+def test_failed_calls_have_a_message_at_both_ends() -> None:
+    expected = ["?[2J? a b", "x" * (MOST_MESSAGE - 1) + "…", ""]
+    with cluster(2) as job:
+        for rank in (0, 1):
+            job.run(rank, _listen)
+        job.run(0, _fail_often)
+        job.run(1, _served, len(expected))
+        for rank in (0, 1):
+            events = [event for event in job.run(rank, _stop) if not isinstance(event, Span)]
+            assert [event.message for event in events] == expected
+            to_json(events)  # any text can travel
+            assert all(discreet(event).message == "" for event in events)  # type: ignore[union-attr]
 
 
 def test_nested_call_names_the_call_that_it_is_part_of() -> None:

@@ -12,7 +12,7 @@ import farprop.rpc as rpc
 from farprop.inspect import Recent, Silence
 from farprop.inspect.outside import recent
 from farprop.protocol.call_stats import CLIENT, SERVER, quantile
-from farprop.protocol.events import ClientCall
+from farprop.protocol.events import ClientCall, Span
 from farprop.runtime import recent_work
 from farprop.runtime.recorder import recorder
 from tests.inspection import functions as f
@@ -109,6 +109,45 @@ def test_only_the_newest_events_are_kept_and_the_rest_is_counted() -> None:
     assert isinstance(answer, Recent)
     assert (len(answer.events), answer.missing) == (2000, 500)
     assert _calls_of(answer, CLIENT) == {"torch:add": (2500, 0)}
+
+
+@rpc.expose(name="fail")
+def fail() -> None:
+    raise ValueError("a secret of worker1")
+
+
+def _fail_restricted() -> None:
+    with pytest.raises(ValueError, match="a secret of worker1"):  # its caller gets the text
+        rpc.rpc_sync("worker1", "fail")
+
+
+def _messages(answers: dict[str, Recent | Silence]) -> dict[str, str]:
+    """By worker, what it says of the call that failed."""
+    return {
+        name: event.message
+        for name, answer in answers.items()
+        if isinstance(answer, Recent)
+        for event in answer.events
+        if not isinstance(event, Span) and event.outcome == "ValueError"
+    }
+
+
+def test_restricted_workers_tell_each_other_no_messages_of_errors() -> None:
+    with cluster(3, env={"FARPROP_RESTRICTED": "1", "FARPROP_JOB_NAME": "ours"}) as job:
+        for rank in range(3):
+            job.run(rank, _named_restricted)  # imports this module, and with it what it exposes
+        first = job.run(2, farprop.inspect.recent)
+        job.run(0, _fail_restricted)
+        # Another worker learns that it failed. Who may look from outside of the job learns why.
+        told = _when_served(lambda: job.run(2, farprop.inspect.recent, _cursors(first)), 1)
+        assert _messages(told) == {"worker0": "", "worker1": ""}
+        assert _messages(recent("ours", _cursors(first))) == dict.fromkeys(
+            ("worker0", "worker1"), "a secret of worker1"
+        )
+
+
+def _named_restricted() -> str:
+    return rpc.get_worker_info().name
 
 
 def _shorter_lease() -> None:

@@ -26,6 +26,8 @@ _worked: list[tuple[float, float]] = []
 hooks_run: list[int] = []
 calls_made: list[int] = []
 waiting = threading.Event()
+hangs = threading.Event()
+never_set: list[torch.futures.Future[Any]] = []
 
 
 class Stage(torch.nn.Module):
@@ -117,6 +119,19 @@ def call_in_profile(path: str | None, times: int, **options: Any) -> dict[str, A
     return result_of(profile)
 
 
+def double_with_hook(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y.register_hook(torch.sinh)
+    return y
+
+
+def backward_in_profile(path: str, **options: Any) -> dict[str, Any]:
+    with farprop.profile(path, **options) as profile, dist_autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", double_with_hook, args=(torch.ones(2, requires_grad=True),))
+        dist_autograd.backward(context_id, [y.sum()])
+    return result_of(profile)
+
+
 def pid_of(worker: str) -> int:
     return int(rpc.rpc_sync(worker, os.getpid))
 
@@ -147,6 +162,61 @@ def wait_in_profile() -> None:
 
 def go_on() -> None:
     waiting.set()
+
+
+def hang() -> None:
+    """Block a thread of this worker, until ``go_on`` is called here."""
+    hangs.set()
+    waiting.wait(60)
+
+
+def hang_by_way_of(worker: str) -> None:
+    rpc.rpc_sync(worker, hang, timeout=0)
+
+
+@rpc.functions.async_execution
+def hang_in_a_future() -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    never_set.append(future)
+    return future
+
+
+def end_future() -> None:
+    never_set.pop().set_result(None)
+
+
+def has_future() -> bool:
+    return bool(never_set)
+
+
+def wait_for_future(worker: str) -> None:
+    rpc.rpc_async(worker, hang_in_a_future, timeout=0).wait()
+
+
+def is_hanging() -> bool:
+    return hangs.is_set()
+
+
+def leave_calls_open(path: str) -> dict[str, Any]:
+    """A profile that ends while calls of all kinds have no answers, and one call has given up."""
+    call_often("worker1", 1)
+    with farprop.profile(path) as profile:
+        thread = threading.Thread(target=hang_by_way_of, args=("worker1",), name="hangs")
+        thread.start()
+        future = rpc.rpc_async("worker1", hang_in_a_future, timeout=0)
+        reference = rpc.remote("worker1", hang, timeout=0)
+        try:
+            rpc.rpc_sync("worker1", hang, timeout=0.5)
+        except RuntimeError:
+            pass
+        while not rpc.rpc_sync("worker1", is_hanging) or not rpc.rpc_sync("worker1", has_future):
+            pass
+    rpc.rpc_sync("worker1", end_future)
+    rpc.rpc_sync("worker1", go_on)
+    thread.join()
+    future.wait()
+    reference.to_here()
+    return result_of(profile)
 
 
 def is_recording() -> bool:

@@ -63,18 +63,23 @@ def _is_part(part: Event, whole: Event) -> bool:
     return is_same_thread and whole["ts"] <= part["ts"] and end_of(part) <= end_of(whole) + _ROUNDING
 
 
-def _check_arrows(trace: Trace) -> None:
-    """Every call has an arrow to its run, and one back."""
+def check_arrows(trace: Trace) -> None:
+    """Every call has an arrow to its run, and one back if both have ended."""
     calls, served = _calls(trace), _served(trace)
     both = calls.keys() & served.keys()
-    for name in ("call", "answer"):
-        assert sum(arrow.name == name for arrow in trace.arrows) == len(both), name
+    ended = [call for call in both if "unfinished" not in (_outcome(calls[call]), _outcome(served[call]))]
+    for name, expected in (("call", both), ("answer", ended)):
+        assert sum(arrow.name == name for arrow in trace.arrows) == len(expected), name
     for arrow in trace.arrows:
         assert arrow.start is not arrow.end
         if arrow.name == "gradients":
             assert arrow.start["name"] == "encode gradients"
             assert arrow.end["name"] == "backward"
             assert set(arrow.end["args"]["messages"]) & set(arrow.start["args"]["messages"])
+
+
+def _outcome(event: Event) -> str:
+    return str(event["args"]["outcome"])
 
 
 def test_pipeline_of_three_stages(tmp_path: Path) -> None:
@@ -95,7 +100,7 @@ def test_pipeline_of_three_stages(tmp_path: Path) -> None:
         "rpc_sync#forward(worker2 -> worker3)",
     }
     assert _check_order(trace, found["clock_error"] * 1e6) >= len(forwards)
-    _check_arrows(trace)
+    check_arrows(trace)
     # Backward: gradients go from stage to stage, and each stage runs its graph.
     gradients = [arrow for arrow in trace.arrows if arrow.name == "gradients"]
     assert {trace.worker_of(arrow.end) for arrow in gradients} >= set(p.STAGES)
@@ -133,7 +138,7 @@ def test_worker_that_died_is_named_and_the_rest_is_there(tmp_path: Path) -> None
     assert "missing: worker2: did not answer: it has ended" in found["text"]
     assert sorted(trace.processes.values()) == ["worker0", "worker1"]
     assert len(trace.named("rpc_sync#double(worker0 -> worker1)")) == 3
-    _check_arrows(trace)
+    check_arrows(trace)
     # The call that failed is there, without a run.
     (failed,) = trace.named("rpc_sync#double(worker0 -> worker2)")
     assert failed["args"]["outcome"] == "ConnectionLostError"
@@ -218,6 +223,27 @@ def test_operators_are_inside_of_the_runs_that_they_belong_to(tmp_path: Path) ->
     assert all(any(_is_part(product, run) for run in runs) for product in products)
 
 
+def test_hook_that_the_engine_runs_is_in_front_of_its_node(tmp_path: Path) -> None:
+    """As docs/profiling.md says: it has no slice of its own. With operators, its node and what it does have."""
+    path = tmp_path / "trace.json"
+    with cluster(2) as job:
+        job.run(0, p.backward_in_profile, str(path), operators=True)
+    trace = checked(p.read(path))
+    assert trace.named("hook") == []
+    (run,) = [event for event in trace.named("backward") if event["cat"] == "backward" and _is_at(trace, event)]
+    (whole,) = [event for event in trace.named("autograd::engine::evaluate_function: Mul") if _is_at(trace, event)]
+    (node,) = [event for event in trace.named("MulBackward0") if _is_at(trace, event)]
+    (hook,) = trace.named("aten::sinh")
+    assert _is_part(whole, run)
+    assert _is_part(node, whole)
+    assert _is_part(hook, whole)
+    assert end_of(hook) <= node["ts"] + _ROUNDING
+
+
+def _is_at(trace: Trace, event: Event, worker: str = "worker1") -> bool:
+    return trace.worker_of(event) == worker
+
+
 def test_collectives(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with cluster(2) as job:
@@ -235,13 +261,58 @@ def test_functions_that_return_futures_leave_their_thread(tmp_path: Path) -> Non
         job.run(0, p.call_later_in_profile, str(path))
     content = p.read(path)
     trace = checked(content)
-    _check_arrows(trace)
+    check_arrows(trace)
     # One of the function, and one of the fetch if that came before the value was there.
     unfinished = [event for event in content["traceEvents"] if event["ph"] == "b" and event["cat"] == "unfinished"]
     assert len(unfinished) in (1, 2)
     assert {trace.processes[event["pid"]] for event in unfinished} == {"worker1"}
     assert len(trace.named("rpc_remote#double(worker0 -> worker1)")) == 2  # on its thread, and in flight
     assert len(trace.named("to_here(worker0 -> worker1)")) == 1
+
+
+def test_calls_that_have_not_ended_are_there_until_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with cluster(2) as job:
+        found = job.run(0, p.leave_calls_open, str(path))
+    content = p.read(path)
+    trace = checked(content)
+    assert found["missing"] == {}
+    calls, served = _calls(trace), _served(trace)
+    last = {worker: max(map(end_of, _of(trace, worker))) for worker in ("worker0", "worker1")}
+    # The callers: one waits, two go on, and one has given up.
+    open_calls = {event["name"]: event for event in calls.values() if event["args"]["outcome"] == "unfinished"}
+    assert set(open_calls) == {
+        "rpc_sync#hang(worker0 -> worker1)",
+        "rpc_async#hang_in_a_future(worker0 -> worker1)",
+        "rpc_remote#hang(worker0 -> worker1)",
+    }
+    for event in open_calls.values():
+        assert end_of(event) == pytest.approx(last["worker0"], abs=_ROUNDING)
+    (given_up,) = [event for event in calls.values() if event["args"]["outcome"] == "RpcTimeoutError"]
+    # The callee runs what they have called, also for the one that has given up.
+    runs = {identity: event for identity, event in served.items() if event["args"]["outcome"] == "unfinished"}
+    hanging = [event for event in runs.values() if event["name"] == "hang for worker0"]
+    assert len(hanging) == 3
+    for event in hanging:
+        assert end_of(event) == pytest.approx(last["worker1"], abs=_ROUNDING)
+    assert given_up["args"]["call"] in runs
+    (pair,) = [event for event in content["traceEvents"] if event["ph"] == "b" and event["cat"] == "unfinished"]
+    assert pair["id"] == open_calls["rpc_async#hang_in_a_future(worker0 -> worker1)"]["args"]["call"]
+    check_arrows(trace)
+    # Where the time went.
+    summary = found["summary"]
+    assert summary["worker0"].idle == pytest.approx(0, abs=1e-6)
+    longest = max(event["dur"] for event in trace.named("run") if trace.worker_of(event) == "worker1") / 1e6
+    assert summary["worker1"].computing >= longest - 1e-6
+    slowest = {call.name: call for call in found["slowest"] if call.outcome == "unfinished"}
+    assert set(slowest) == set(open_calls)
+    for call in found["slowest"]:
+        assert call.encode + call.queue + call.run + call.wire == pytest.approx(call.seconds)
+        assert min(call.encode, call.queue, call.run, call.wire) >= 0
+
+
+def _of(trace: Trace, worker: str) -> list[Event]:
+    return [event for event in trace.slices if trace.worker_of(event) == worker]
 
 
 def test_restricted_workers_tell_functions_and_times_alone(tmp_path: Path) -> None:

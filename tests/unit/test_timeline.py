@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
+from farprop.profiler.chrome import ChromeTrace
 from farprop.profiler.session import WorkerTrace
-from farprop.profiler.summary import states_of_thread, summarize
+from farprop.profiler.summary import call_times, missing_parts, states_of_thread, summarize
 from farprop.profiler.text import duration, table
-from farprop.profiler.timeline import COMPUTING, ENCODING, WAITING, Slice, Worker, nested
-from farprop.protocol.events import BACKWARD, WAIT, ClientCall, Event, ServedCall, Span
+from farprop.profiler.timeline import COMPUTING, ENCODING, WAITING, Call, Slice, Worker, nested
+from farprop.protocol.events import BACKWARD, UNFINISHED, WAIT, ClientCall, Event, ServedCall, Span
 from farprop.protocol.inspection import Member
 from farprop.protocol.recording import SAME_CLOCK, Operator, Recorded
 
@@ -50,9 +52,9 @@ def _served(thread: int, *times: float, later: bool = False) -> ServedCall:
     return ServedCall("b", 1, "m:g", thread, None, *times, 0, 0, "ok", False, later)
 
 
-def _worker(*events: Event, own_thread: int | None = None, operators: Any = ()) -> Worker:
+def _worker(*events: Event, own_thread: int | None = None, operators: Any = (), **more: Any) -> Worker:
     threads = {1: "MainThread", 2: "farprop-a", 3: "farprop-a"}
-    recorded = Recorded(0.0, 10.0, list(events), 0, list(operators), 0, [], threads, 1, 1.0)
+    recorded = Recorded(0.0, 10.0, list(events), 0, list(operators), 0, [], threads, 1, 1.0, **more)
     return Worker(WorkerTrace(Member("a", 0, "host", 1, "net"), recorded, SAME_CLOCK), own_thread)
 
 
@@ -93,6 +95,40 @@ def test_call_that_nobody_waits_for_takes_its_thread_while_it_is_sent() -> None:
 
 def test_function_that_returns_a_future_computes_until_then() -> None:
     assert _shares(_worker(_served(2, 1, 1, 2, 3, 9, later=True))) == pytest.approx((1, 1, 0, 8))
+
+
+def test_calls_that_had_not_ended_count_until_the_end() -> None:
+    # The main thread has waited since before the recording. A call of it runs since 4, and another one is queued.
+    waits = msgspec.structs.replace(_client(1, -5, -5, -5, 10, 10), outcome=UNFINISHED)
+    runs = msgspec.structs.replace(_served(2, 3, 3, 4, 10, 10), outcome=UNFINISHED)
+    queued = msgspec.structs.replace(_served(0, 6, 10, 10, 10, 10), number=2, outcome=UNFINISHED)
+    worker = _worker(unfinished=[waits, runs, queued])
+    assert _shares(worker) == pytest.approx((6, 1, 3, 0))
+    assert set(worker.threads()) == {1, 2}
+    assert "began before the recording (s)" in worker.threads()[1][0].details
+    events = list(ChromeTrace([worker], [], worker.began).events())
+    assert min(event["ts"] for event in events if "ts" in event) == 0
+    assert [(event["id"], event["ts"]) for event in events if event["name"] == "queued"] == [
+        ("b>a#2", 6e6),
+        ("b>a#2", 1e7),
+    ]
+
+
+def test_parts_of_a_call_add_up_if_it_runs_on_after_its_caller_gave_up() -> None:
+    client = msgspec.structs.replace(_client(1, 1, 1.5, 2, 5, 5), outcome="RpcTimeoutError")
+    for times in ((2, 3, 3.5, 10, 10), (2, 10, 10, 10, 10)):  # it runs, or is queued
+        served = msgspec.structs.replace(_served(2, *times), outcome=UNFINISHED)
+        (found,) = call_times([Call("a", "b", 1, client, served)], 0)
+        assert found.queue is not None
+        assert found.run is not None
+        assert found.wire is not None
+        assert min(found.encode, found.queue, found.run, found.wire) >= 0
+        assert found.encode + found.queue + found.run + found.wire == pytest.approx(found.seconds)
+
+
+def test_calls_that_were_left_out_are_missing() -> None:
+    worker = _worker(dropped_unfinished=1200)
+    assert missing_parts([worker], {}) == {"a": "1,200 more calls that had not ended"}
 
 
 def test_backward_and_operators_compute() -> None:

@@ -141,12 +141,13 @@ def _calls(state: State, room: int) -> Table | Text:
 
 
 def _errors(state: State) -> Table:
-    table = _table()
+    table = _table(expand=True)
     for name in ("LAST", "ERROR", "TIMES", "CALL", "FUNCTION"):
         table.add_column(name, no_wrap=True)
+    table.add_column("MESSAGE", no_wrap=True, overflow="ellipsis", ratio=1)
     for row in state.errors[:_MOST_ERRORS]:
         when = time.strftime("%H:%M:%S", time.localtime(row.time))
-        cells = (when, row.type, str(row.count), f"{row.caller}>{row.callee}", short(row.function))
+        cells = (when, row.type, str(row.count), f"{row.caller}>{row.callee}", short(row.function), row.message)
         table.add_row(*(_line(cell, "red" if at == 1 else "") for at, cell in enumerate(cells)))
     return table
 

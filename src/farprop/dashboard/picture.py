@@ -12,7 +12,8 @@ from farprop.dashboard.task_stream import StreamPart, stream_part
 from farprop.inspect.job import CallRow, Job
 from farprop.protocol import waits
 from farprop.protocol.call_stats import CLIENT, SERVER
-from farprop.protocol.events import OK, ClientCall, Event, Span
+from farprop.protocol.events import MOST_MESSAGE, OK, ClientCall, ServedCall, Span
+from farprop.protocol.foreign_text import one_line
 from farprop.protocol.inspection import Answer, Member, Recent, Silence
 from farprop.runtime.process_state import UNRESPONSIVE
 
@@ -28,6 +29,8 @@ _MOST_KNOWN = 4096
 _MOST_GONE = 16
 _MOST_MISSED = 3
 _MOST_TEXT = 500  # characters of a name or a sentence
+
+ErrorKind = tuple[str, str, str, str]  # function, caller, callee, and type of the exception
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,8 @@ class ErrorRow:
     type: str
     seconds: float
     """How long the last one took."""
+    message: str
+    """What the last one said. Empty if nobody tells."""
     count: int = 1
 
 
@@ -198,8 +203,8 @@ class Picture:
         self._late: dict[str, int] = {}
         self._members: dict[str, Member] = {}
         self._gone: dict[str, str] = {}
-        self._errors: dict[tuple[str, str, str, str], ErrorRow] = {}
-        self._known_errors: dict[tuple[str, str, int], None] = {}
+        self._errors: dict[ErrorKind, ErrorRow] = {}
+        self._known_errors: dict[tuple[str, str, int], ErrorKind] = {}
 
     def look(self, job: Job, told: dict[str, Recent | Silence], now: float) -> Part:
         """Take in what the workers said. The new picture is ``state``.
@@ -308,33 +313,38 @@ class Picture:
     # Errors
 
     def _note_errors(self, recent: list[Recent]) -> None:
-        """Both ends of a call tell of its error. The one that tells first is believed."""
+        """Both ends of a call tell of its error. The one that tells first is believed, and the other one if only that
+        one has a message.
+        """
         for one in recent:
             to_wall = one.wall - one.now
             for event in one.events:
-                row = self._new_error(one.name, event, to_wall)
-                if row is not None:
-                    key = row.function, row.caller, row.callee, row.type
-                    before = self._errors.pop(key, None)
-                    self._errors[key] = row if before is None else replace(row, count=before.count + 1)
+                if not isinstance(event, Span) and event.outcome != OK:
+                    self._note_error(one.name, event, to_wall)
         for oldest in list(self._errors)[:-_MOST_ERRORS]:
             del self._errors[oldest]
         for known in list(self._known_errors)[:-_MOST_KNOWN]:
             del self._known_errors[known]
 
-    def _new_error(self, worker: str, event: Event, to_wall: float) -> ErrorRow | None:
-        if isinstance(event, Span) or event.outcome == OK:
-            return None
+    def _note_error(self, worker: str, event: ClientCall | ServedCall, to_wall: float) -> None:
         if isinstance(event, ClientCall):
             caller, callee, began = worker, event.callee, event.began
         else:
             caller, callee, began = event.caller, worker, event.arrived
+        message = one_line(event.message, MOST_MESSAGE)
         call = caller, callee, event.number
-        if call in self._known_errors:
-            return None
-        self._known_errors[call] = None
+        kind = self._known_errors.get(call)
+        if kind is not None:
+            known = self._errors.get(kind)
+            if known is not None and not known.message:
+                self._errors[kind] = replace(known, message=message)
+            return
+        function, type_name = _text(event.function), _text(event.outcome)
+        kind = self._known_errors[call] = function, caller, callee, type_name
+        before = self._errors.pop(kind, None)
+        count = 1 if before is None else before.count + 1
         when, seconds = event.ended + to_wall, event.ended - began
-        return ErrorRow(when, _text(event.function), caller, callee, _text(event.outcome), seconds)
+        self._errors[kind] = ErrorRow(when, function, caller, callee, type_name, seconds, message, count)
 
 
 def _text(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
@@ -14,11 +13,12 @@ from torch.futures import Future, collect_all
 
 from farprop._torch import enter_record, exit_record, profiler_enabled
 from farprop.distributed.interop import NO_TIMEOUT, is_done_within, result_of, timed_out, wait_for, wait_within
-from farprop.protocol.events import WAIT
 from farprop.runtime.dynamo_disable import uncompiled_methods
 from farprop.runtime.recorder import recorder
 
 __all__ = ["CoalescedWork", "CompletedWork", "Work", "completed", "work_from_future"]
+
+_A_COLLECTIVE = "wait for a collective"
 
 
 @uncompiled_methods
@@ -71,7 +71,7 @@ class Work(dist.Work):
             CollectiveTimeoutError: the time is over. The collective goes on.
             Exception: the error of the collective, if it failed.
         """
-        began = time.monotonic() if recorder.is_on and not self._future.done() else 0.0
+        began = recorder.begin_wait(_A_COLLECTIVE) if recorder.is_on and not self._future.done() else 0.0
         try:
             if timeout > NO_TIMEOUT and not is_done_within(self._future, timeout):
                 raise timed_out(timeout.total_seconds())
@@ -79,7 +79,7 @@ class Work(dist.Work):
             return True
         finally:
             if began:
-                recorder.span(WAIT, "wait for a collective", began)
+                recorder.end_wait(_A_COLLECTIVE, began)
 
     def get_future(self) -> Future[Any]:
         """The future of the list of tensors that the collective writes."""

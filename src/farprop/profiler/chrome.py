@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from farprop.profiler.timeline import Call, Slice, Worker
-from farprop.protocol.events import BACKWARD, GRADIENTS, ClientCall, Span, call_name
+from farprop.profiler.timeline import Call, Slice, Worker, note_early
+from farprop.protocol.events import BACKWARD, GRADIENTS, UNFINISHED, ClientCall, Span, call_name
 
 _STRIDE = 100_000  # between the ids of two workers: ids of processes and threads of several hosts may be equal
 _LANES = 50_000
@@ -53,7 +53,8 @@ class ChromeTrace:
             for thread, slices in sorted(worker.threads().items()):
                 tid = self._tid(worker, thread)
                 for one in slices:
-                    yield self._slice(worker, tid, one)
+                    if one.ended > self._zero:
+                        yield self._slice(worker, tid, one)
             yield from self._in_flight(worker)
             yield from self._asynchronous(worker)
             yield from self._names(worker)
@@ -85,7 +86,8 @@ class ChromeTrace:
     # Slices
 
     def _micros(self, seconds: float) -> float:
-        return round((seconds - self._zero) * 1e6, 3)
+        # What began before the recording is drawn from its beginning.
+        return max(0.0, round((seconds - self._zero) * 1e6, 3))
 
     def _slice(self, worker: Worker, tid: int, one: Slice) -> Event:
         began, ended = self._micros(one.began), self._micros(one.ended)
@@ -124,6 +126,7 @@ class ChromeTrace:
             tid = self._lane_of[id(call)] = pid + _LANES + lane
             name = call_name(call.kind, call.function, worker.name, call.callee)
             details = {"call": f"{worker.name}>{call.callee}#{call.number}", "outcome": call.outcome}
+            note_early(details, call.encoded, worker.began)
             yield self._slice(worker, tid, Slice(call.encoded, call.ended, name, "in flight", None, details))
         for lane in range(count):
             tid = pid + _LANES + lane
@@ -152,12 +155,14 @@ class ChromeTrace:
             if client is None or served is None or call.is_system:
                 continue
             caller, callee = self._pids[call.caller], self._pids[call.callee]
-            runs_on = self._tids[call.callee, served.thread]
-            made_on = self._tids[call.caller, client.thread]
+            runs_on = self._tids.get((call.callee, served.thread))
+            made_on = self._tids.get((call.caller, client.thread))
+            if runs_on is None or made_on is None:
+                continue  # it is queued, or was made by a thread that has ended
             yield from self._flow("call", (caller, made_on, _inside(client.began, client.sent)),
                                   (callee, runs_on, _inside(served.started, served.decoded)))  # fmt: skip
             back_to = made_on if client.is_waited_for else self._lane_of.get(id(client))
-            if back_to is not None:
+            if back_to is not None and UNFINISHED not in (client.outcome, served.outcome):
                 # A function that has returned a future is drawn until then, and its answer is sent later.
                 left = served.returned if served.is_answered_later else served.ended
                 before = served.decoded if served.is_answered_later else served.returned

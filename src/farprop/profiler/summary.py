@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from farprop.profiler.text import duration, table
 from farprop.profiler.timeline import COMPUTING, ENCODING, STATES, WAITING, Call, Slice, Worker
-from farprop.protocol.events import call_name
+from farprop.protocol.events import UNFINISHED, call_name
 
 Interval = tuple[float, float, str]
 
@@ -231,6 +231,10 @@ def call_times(calls: Iterable[Call], began: float) -> Iterator[CallTime]:
             encode += served.decoded - served.started + (0.0 if later else answering)
             queue = served.started - served.arrived
             run = served.returned - served.decoded + (answering if later else 0.0)
+            if served.outcome == UNFINISHED:
+                # It goes on after its caller has given up, or was asked a moment later.
+                queue = min(queue, seconds - encode)
+                run = min(run, seconds - encode - queue)
             wire = seconds - encode - queue - run
             if wire < 0:  # the callee noted that the answer was sent when the caller had it already
                 encode, wire = max(0.0, encode + wire), 0.0
@@ -246,6 +250,8 @@ def missing_parts(workers: Iterable[Worker], missing: Mapping[str, str]) -> dict
         problems = list(recorded.problems)
         if recorded.dropped:
             problems.append(f"{recorded.dropped:,} events after the first {len(recorded.events):,}")
+        if recorded.dropped_unfinished:
+            problems.append(f"{recorded.dropped_unfinished:,} more calls that had not ended")
         if recorded.dropped_operators:
             problems.append(f"{recorded.dropped_operators:,} operators after the first {len(recorded.operators):,}")
         if problems:

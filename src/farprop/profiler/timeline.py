@@ -100,7 +100,8 @@ class Worker:
         self.clock_error = trace.clock.error
         ours = trace.clock.ours
         self.began, self.ended = ours(trace.recorded.began), ours(trace.recorded.ended)
-        events = [event for event in trace.recorded.events if getattr(event, "function", "") != _OURS]
+        told = [*trace.recorded.events, *trace.recorded.unfinished]
+        events = [event for event in told if getattr(event, "function", "") != _OURS]
         self.client_calls = [_on(ours, event, CLIENT_TIMES) for event in events if isinstance(event, ClientCall)]
         self.served_calls = [_on(ours, event, SERVED_TIMES) for event in events if isinstance(event, ServedCall)]
         self.spans = [_on(ours, event, ("began", "ended")) for event in events if isinstance(event, Span)]
@@ -117,9 +118,9 @@ class Worker:
         """By thread, what it did, in the order of ``nested``."""
         found: dict[int, list[Slice]] = {}
         for client in self.client_calls:
-            found.setdefault(client.thread, []).extend(_client_slices(client, self.name))
+            found.setdefault(client.thread, []).extend(_client_slices(client, self.name, self.began))
         for served in self.served_calls:
-            found.setdefault(served.thread, []).extend(_served_slices(served, self.name))
+            found.setdefault(served.thread, []).extend(_served_slices(served, self.name, self.began))
         for span in self.spans:
             state = _STATE_OF_SPAN.get(span.category)
             found.setdefault(span.thread, []).append(
@@ -127,7 +128,8 @@ class Worker:
             )
         for thread, operator in self.operators:
             found.setdefault(thread, []).append(operator)
-        return {thread: list(nested(slices)) for thread, slices in found.items()}
+        # A request that is queued is on no thread.
+        return {thread: slices for thread, all_of_it in found.items() if (slices := list(nested(all_of_it)))}
 
     def own_code(self) -> dict[int, Slice]:
         """By thread that runs code of the program's own, from when to when it does.
@@ -162,9 +164,18 @@ def _on(ours: Callable[[float], float], event: _T, times: tuple[str, ...]) -> _T
     return msgspec.structs.replace(event, **{name: ours(getattr(event, name)) for name in times})
 
 
-def _client_slices(call: ClientCall, own: str) -> Iterator[Slice]:
+def note_early(details: dict[str, Any], began: float, since: float) -> None:
+    """Say in the details of a slice if it began before the recording, from whose beginning on it is drawn."""
+    if began < since:
+        details["began before the recording (s)"] = round(since - began, 9)
+
+
+def _client_slices(call: ClientCall, own: str, since: float) -> Iterator[Slice]:
     name = call_name(call.kind, call.function, own, call.callee)
     details = {"call": f"{own}>{call.callee}#{call.number}", "bytes sent": call.sent_bytes, "outcome": call.outcome}
+    if call.message:
+        details["message"] = call.message
+    note_early(details, call.began, since)
     if call.parent is not None:
         details["part of"] = f"{call.parent[0]}>{own}#{call.parent[1]}"
     category = "system" if call.system else "call"
@@ -179,7 +190,7 @@ def _client_slices(call: ClientCall, own: str) -> Iterator[Slice]:
     yield Slice(call.answered, call.ended, "decode", "part", ENCODING)
 
 
-def _served_slices(call: ServedCall, own: str) -> Iterator[Slice]:
+def _served_slices(call: ServedCall, own: str, since: float) -> Iterator[Slice]:
     details = {
         "call": f"{call.caller}>{own}#{call.number}",
         "queued (s)": round(call.started - call.arrived, 9),
@@ -187,6 +198,9 @@ def _served_slices(call: ServedCall, own: str) -> Iterator[Slice]:
         "bytes sent": call.sent_bytes,
         "outcome": call.outcome,
     }
+    if call.message:
+        details["message"] = call.message
+    note_early(details, call.started, since)
     is_ours = call.system or call.function in _OWN_METHODS
     ended = call.returned if call.is_answered_later else call.ended
     name = f"{short(call.function)} for {call.caller}"

@@ -1,8 +1,9 @@
 """What a worker has done: plain data, made while somebody listens (``runtime/recorder.py``), which travels as JSON.
 
-An event is made when what it tells of has ended. Times are seconds of ``time.monotonic()`` on the worker. Both ends of
-a call know it by the same id (``protocol/inspection.py``): its event at the caller and its event at the callee have the
-same caller, callee and number.
+An event is made when what it tells of has ended, or when a recording ends before that: then the times that are not
+there yet are those of the recording's end, and the outcome is ``unfinished``. Times are seconds of ``time.monotonic()``
+on the worker. Both ends of a call know it by the same id (``protocol/inspection.py``): its event at the caller and its
+event at the callee have the same caller, callee and number.
 """
 
 from __future__ import annotations
@@ -11,7 +12,11 @@ from typing import Any
 
 import msgspec
 
+from farprop.protocol.foreign_text import one_line
+
 OK = "ok"
+UNFINISHED = "unfinished"  # it had not ended when the recording did
+MOST_MESSAGE = 300  # characters
 
 
 class ClientCall(msgspec.Struct, frozen=True, array_like=True, tag="client", gc=False):
@@ -37,11 +42,13 @@ class ClientCall(msgspec.Struct, frozen=True, array_like=True, tag="client", gc=
     sent_bytes: int
     received_bytes: int
     outcome: str
-    """``ok``, or the name of the exception's type."""
+    """``ok``, the name of the exception's type, or ``unfinished``."""
     system: bool = False
     """Whether it is farprop's own."""
     is_waited_for: bool = True
     """Whether the thread that made it waited for its answer, and did nothing else."""
+    message: str = ""
+    """That of the exception, on a line (``message_of``)."""
 
 
 class ServedCall(msgspec.Struct, frozen=True, array_like=True, tag="served", gc=False):
@@ -67,6 +74,7 @@ class ServedCall(msgspec.Struct, frozen=True, array_like=True, tag="served", gc=
     system: bool = False
     is_answered_later: bool = False
     """Whether the function has returned something that was not done. Its thread was free from ``returned`` on."""
+    message: str = ""
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True, tag="span", gc=False):
@@ -92,10 +100,22 @@ Event = ClientCall | ServedCall | Span
 
 
 def discreet(event: Event) -> Event:
-    """The event as workers of a restricted job may tell it to others: ids of contexts are keys to them."""
+    """The event as workers of a restricted job may tell it to others: ids of contexts are keys to them, and what
+    exceptions say is for the callers alone.
+    """
     if isinstance(event, Span):
         return Span(event.category, event.name, event.thread, event.began, event.ended)
-    return event if event.context is None else msgspec.structs.replace(event, context=None)
+    if event.context is None and not event.message:
+        return event
+    return msgspec.structs.replace(event, context=None, message="")
+
+
+def message_of(error: BaseException) -> str:
+    """What an exception says, as events have it."""
+    try:
+        return one_line(str(error), MOST_MESSAGE)
+    except Exception:  # ``__str__`` of an exception is the program's
+        return ""
 
 
 def call_name(kind: str, function: str, caller: str, callee: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from farprop.errors import CollectiveError, ConnectionLostError, FarpropError
+from farprop.protocol.foreign_text import one_line
 
 MAX_TEXT = 600  # characters
 _FORGET_SECONDS = 60.0  # a loss that comes later has another reason
@@ -65,5 +66,4 @@ def failed_first(who: str, what: str) -> str:
 
 def cleaned(text: str) -> str:
     """A text of another process, on one line and of limited length: it goes to terminals and logs."""
-    line = " ".join(text.split())[:MAX_TEXT]
-    return "".join(character if character.isprintable() else "?" for character in line)
+    return one_line(text, MAX_TEXT)

@@ -134,6 +134,9 @@ class Recorded(msgspec.Struct, frozen=True):
     main_thread: int
     cpu_seconds: float
     """Processor time that the process has used meanwhile, in all threads."""
+    unfinished: list[Event] = []
+    """What had not ended when the recording did."""
+    dropped_unfinished: int = 0
 
 
 # Made once: msgspec must not learn a class on two threads at the same moment (``json_decoding.py``).

@@ -34,6 +34,7 @@ from farprop.runtime.job_end import JobEnd
 from farprop.runtime.liveness import FailureDetector, Verdict, look_for
 from farprop.runtime.membership import Membership
 from farprop.runtime.observers import Observers
+from farprop.runtime.open_calls import OpenCalls
 from farprop.runtime.peers import Peers
 from farprop.runtime.recorder import recorder
 from farprop.runtime.recording import Recordings
@@ -188,6 +189,7 @@ class Agent:
                 Method.INSPECT: self.snapshots.on_question,
             },
         )
+        self.recordings.look_for_calls = lambda: OpenCalls(self.peers, self._threads, self._server)
         self.snapshots.bind(self._server, self._accepted, self._pool, lambda: self.idle)
         self._observers = Observers(
             self.inspector, self.recordings, self._identity, self._endpoint.inspection_key, self._settings.job_name

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from farprop.protocol.events import OK, ClientCall, ServedCall
+from farprop.protocol.events import OK, UNFINISHED, ClientCall, ServedCall, message_of
 from farprop.runtime.recorder import CallSpan, Tracer, recorder
 from farprop.wire.function_names import shown_name
 from farprop.wire.message import SYSTEM, TRACED, Message
@@ -47,6 +47,11 @@ def _end_span(span: CallSpan, caller: str, callee: str, number: int, outcome: st
         recorder.drop_tracer()
 
 
+def _by(end: float, time: float) -> float:
+    """A time of a record that is not there yet, or came after ``end``, is the end."""
+    return time if 0.0 < time < end else end
+
+
 class CallRecord:
     """A call of this worker that somebody listens to. It is told when it has ended.
 
@@ -63,6 +68,7 @@ class CallRecord:
         "_ended",
         "_flags",
         "_kind",
+        "_message",
         "_method",
         "_name",
         "_number",
@@ -103,6 +109,7 @@ class CallRecord:
         self._received_bytes = 0
         self._told = False
         self._waits = waits
+        self._message = ""
         self.sent = self.answered = 0.0
         self._span: CallSpan | None = None
         tracer = recorder.tracer
@@ -147,15 +154,26 @@ class CallRecord:
         if self._told or not self._number:  # without a number it was not sent
             return
         self._told = True
-        self._outcome = OK if error is None else type(error).__name__
         self._ended = _now()
+        self._outcome = OK if error is None else type(error).__name__
+        if error is not None:
+            self._message = message_of(error)
         recorder.record(self)
 
     def event(self) -> ClientCall:
-        name, ended = self._name, self._ended
+        ended = self._ended
+        return self._event(self._callee, self._number, self.sent, self.answered or ended, ended, self._outcome)
+
+    def unfinished(self, callee: str, number: int, ended: float) -> ClientCall:
+        """The event of a call that had no answer at this time. It may go on meanwhile."""
+        sent, answered = _by(ended, self.sent), _by(ended, self.answered)
+        return self._event(callee, number, sent, answered, ended, UNFINISHED)
+
+    def _event(self, callee: str, number: int, sent: float, answered: float, ended: float, outcome: str) -> ClientCall:
+        name = self._name
         return ClientCall(
-            self._callee,
-            self._number,
+            callee,
+            number,
             self._method or recorder.name_of(name),
             shown_name(name) if len(name) == 1 else self._kind,
             self._thread,
@@ -163,14 +181,15 @@ class CallRecord:
             self._context,
             self._began,
             self._encoded,
-            self.sent,
-            self.answered or ended,
+            sent,
+            answered,
             ended,
             self._sent_bytes,
             self._received_bytes,
-            self._outcome,
+            outcome,
             is_system(name, self._flags),
             self._waits,
+            self._message,
         )
 
     def __enter__(self) -> None:
@@ -193,8 +212,10 @@ class ServedRecord:
         "_entered",
         "_flags",
         "_function",
+        "_message",
         "_name",
         "_number",
+        "_outcome",
         "_received_bytes",
         "_sent_bytes",
         "_span",
@@ -203,7 +224,6 @@ class ServedRecord:
         "context",
         "decoded",
         "is_answered_later",
-        "outcome",
         "returned",
     )
 
@@ -219,7 +239,8 @@ class ServedRecord:
         self._flags = message.flags
         self.context = None if message.autograd is None else message.autograd.context_id
         self.decoded = self.returned = 0.0
-        self.outcome = OK
+        self._outcome = OK
+        self._message = ""
         self.is_answered_later = False
         self._span: CallSpan | None = None
         self._entered: CallSpan | None = None
@@ -256,17 +277,29 @@ class ServedRecord:
             except Exception:
                 recorder.drop_tracer()
 
+    def on_error(self, error: BaseException) -> None:
+        """Its answer will be this error."""
+        self._outcome = type(error).__name__
+        self._message = message_of(error)
+
     def end(self, answer: Message) -> None:
         """The answer was sent."""
         self._ended = _now()
         self._sent_bytes = answer.nbytes
         span, self._span = self._span, None
         if span is not None:
-            _end_span(span, self._caller, "", self._number, self.outcome)
+            _end_span(span, self._caller, "", self._number, self._outcome)
         recorder.record(self)
 
     def event(self) -> ServedCall:
         decoded = self.decoded or self._ended
+        return self._event(decoded, self.returned or decoded, self._ended, self._sent_bytes, self._outcome)
+
+    def unfinished(self, ended: float) -> ServedCall:
+        """The event of a request that was not answered at this time. It may go on meanwhile."""
+        return self._event(_by(ended, self.decoded), _by(ended, self.returned), ended, 0, UNFINISHED)
+
+    def _event(self, decoded: float, returned: float, ended: float, sent_bytes: int, outcome: str) -> ServedCall:
         return ServedCall(
             self._caller,
             self._number,
@@ -276,11 +309,12 @@ class ServedRecord:
             self._arrived,
             self._started,
             decoded,
-            self.returned or decoded,
-            self._ended,
+            returned,
+            ended,
             self._received_bytes,
-            self._sent_bytes,
-            self.outcome,
+            sent_bytes,
+            outcome,
             is_system(self._name, self._flags),
             self.is_answered_later,
+            self._message,
         )

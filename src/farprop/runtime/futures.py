@@ -12,11 +12,10 @@ import torch
 
 from farprop._torch import set_unwrap_function, wait
 from farprop.errors import renewed, without_frames
-from farprop.protocol.events import WAIT
 from farprop.protocol.waits import seconds_text
 from farprop.runtime.autograd.contexts import Context, current_context
 from farprop.runtime.dynamo_disable import uncompiled
-from farprop.runtime.recorder import recorder
+from farprop.runtime.recorder import A_FUTURE, recorder
 from farprop.runtime.sync import DoneSignal, awaited_by
 from farprop.runtime.thread_pool import pool_of_this_thread
 from farprop.wire.function_names import shown_name
@@ -57,7 +56,7 @@ class Future(torch.futures.Future[Any]):
 
     @uncompiled
     def wait(self) -> Any:
-        began = time.monotonic() if recorder.is_on and not self.done() else 0.0
+        began = recorder.begin_wait(A_FUTURE) if recorder.is_on and not self.done() else 0.0
         try:
             call = self.call
             if call is not None and not self._has_callbacks:
@@ -65,7 +64,7 @@ class Future(torch.futures.Future[Any]):
             return wait_on_pool(self)
         finally:
             if began:
-                recorder.span(WAIT, "wait for a future", began)
+                recorder.end_wait(A_FUTURE, began)
 
     def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
         """Like torch's, but the callback runs in the current autograd context of this thread."""

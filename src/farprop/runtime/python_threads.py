@@ -39,6 +39,13 @@ def is_programs(file: str) -> bool:
     return not file.startswith(_STANDARD) or "/site-packages/" in file or "/dist-packages/" in file
 
 
+def native_id_of(thread: threading.Thread) -> int:
+    """The system's id of a thread."""
+    if thread is threading.main_thread():
+        return os.getpid()  # Python keeps that of the parent after a fork
+    return thread.native_id or 0
+
+
 class PythonThreads:
     """The threads of this process, as they are now. ``shows``: whether places in the program may be told."""
 
@@ -56,9 +63,7 @@ class PythonThreads:
 
     def native_id(self, ident: int) -> int:
         thread = self._known.get(ident)
-        if thread is threading.main_thread():
-            return os.getpid()  # Python keeps that of the parent after a fork
-        return (thread.native_id or 0) if thread is not None else 0
+        return 0 if thread is None else native_id_of(thread)
 
     def computes(self, ident: int) -> bool | None:
         if ident == threading.get_ident():

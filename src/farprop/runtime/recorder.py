@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from farprop.locks import make_lock
-from farprop.protocol.events import Event, Span
+from farprop.protocol.events import WAIT, Event, Span
 from farprop.wire.function_names import shown_name
 
 _log = logging.getLogger(__name__)
@@ -40,7 +40,10 @@ LateListener = Callable[[LateEvent], None]
 
 _now = time.monotonic
 _native_id = threading.get_native_id
+_get_ident = threading.get_ident
 _MOST_NAMES = 10_000
+
+A_FUTURE = "wait for a future"
 
 
 class CallSpan(Protocol):
@@ -80,6 +83,7 @@ class Recorder:
         """Nobody listens. For a forked child too: the lock may have been held, and the listeners are the parent's."""
         self.is_on = False
         self.tracer: Tracer | None = None
+        self.waits: dict[int, tuple[str, float]] = {}  # by thread, for what it waits now, and since when
         self._listeners: tuple[Listener, ...] = ()
         self._late_listeners: tuple[LateListener, ...] = ()
         self._lock = make_lock("recorder")
@@ -110,6 +114,8 @@ class Recorder:
             self._listeners = tuple(other for other in self._listeners if other is not listener)
             self._late_listeners = tuple(other for other in self._late_listeners if other is not listener)
             self.is_on = bool(self._listeners or self._late_listeners)
+            if not self.is_on:
+                self.waits.clear()  # an interrupt may have left some
 
     def record(self, record: LateEvent) -> None:
         """Something has ended: tell who listens."""
@@ -139,6 +145,16 @@ class Recorder:
     def span(self, category: str, name: str, began: float, **details: Any) -> None:
         """Record something that began at ``began`` on this thread, and has ended now."""
         self.record(_SpanRecord(Span(category, name, _native_id(), began, _now(), details)))
+
+    def begin_wait(self, name: str) -> float:
+        """This thread waits from now on; returns the time, for ``end_wait``."""
+        began = _now()
+        self.waits[_get_ident()] = name, began
+        return began
+
+    def end_wait(self, name: str, began: float) -> None:
+        self.waits.pop(_get_ident(), None)
+        self.span(WAIT, name, began)
 
     def name_of(self, name: bytes, function: Any = None) -> str:
         """As ``shown_name``, remembered for functions that have a name."""

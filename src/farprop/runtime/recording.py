@@ -43,6 +43,7 @@ from farprop.protocol.recording import (
     unpack,
 )
 from farprop.runtime.membership import Membership
+from farprop.runtime.open_calls import OpenCalls
 from farprop.runtime.operators import OperatorRecording
 from farprop.runtime.peers import Peers
 from farprop.runtime.recorder import LateEvent, Recorder
@@ -57,6 +58,7 @@ _now = time.monotonic
 
 _LOOK_SECONDS = 0.1
 
+LookForCalls = Callable[[], OpenCalls | None]
 CallAt = Callable[[float, Callable[[], None]], TimerHandle]
 
 
@@ -95,12 +97,12 @@ class _Buffer:
         if unsubscribe is not None:
             unsubscribe()
 
-    def taken(self) -> tuple[list[Event], int]:
-        """The events, once, and how many there were beyond the limit."""
+    def taken(self) -> tuple[list[LateEvent], int]:
+        """What the events are made of, once, and how many there were beyond the limit."""
         events = self._events[: self._most]
         dropped = len(self._events) - len(events) + next(self._counter)
         self._events.clear()
-        return [late.event() for late in events], dropped
+        return events, dropped
 
     def clear(self) -> None:
         self._events.clear()
@@ -109,8 +111,10 @@ class _Buffer:
 class _Recording:
     """One recording of this worker, from ``Begin`` to the last ``Fetch``."""
 
-    def __init__(self, command: Begin, worker: str, recorder: Recorder, discreet: bool) -> None:
+    def __init__(self, command: Begin, worker: str, recorder: Recorder, look: LookForCalls, discreet: bool) -> None:
         self.id = command.recording
+        self._look_for_calls = look
+        self._open_calls: OpenCalls | None = None
         self._worker = worker
         self._discreet = discreet
         most = max(0, min(command.max_events, MAX_EVENTS))
@@ -141,6 +145,12 @@ class _Recording:
     def end(self) -> None:
         """Note nothing any more. ``data`` will be there. A second time does nothing."""
         if not self._is_finishing:
+            # First: a call that ends before the buffer does is told, too. Otherwise it could be in neither.
+            self._open_calls = self._look_for_calls()
+            self._stop()
+
+    def _stop(self) -> None:
+        if not self._is_finishing:
             self._is_finishing = True
             self._buffer.end()
             self._ended = _now()
@@ -150,7 +160,7 @@ class _Recording:
     def drop(self) -> None:
         """Stop without a result."""
         self._buffer.clear()
-        self.end()
+        self._stop()
 
     def _finish(self) -> None:
         try:
@@ -166,11 +176,14 @@ class _Recording:
             operators.stop()
             if operators.problem:
                 self._problems.append(operators.problem)
-        events, dropped = self._buffer.taken()
+        told, dropped = self._buffer.taken()
+        open_calls = self._open_calls
+        unfinished = [] if open_calls is None else open_calls.events(self._began, self._ended, told)
+        tell = discreet if self._discreet else _unchanged
         return Recorded(
             began=self._began,
             ended=self._ended,
-            events=[discreet(event) for event in events] if self._discreet else events,
+            events=[tell(late.event()) for late in told],
             dropped=dropped,
             operators=[] if operators is None else operators.operators,
             dropped_operators=0 if operators is None else operators.dropped,
@@ -178,7 +191,13 @@ class _Recording:
             threads={**self._threads, **_thread_names()},
             main_thread=os.getpid(),
             cpu_seconds=self._cpu,
+            unfinished=list(map(tell, unfinished)),
+            dropped_unfinished=0 if open_calls is None else open_calls.left_out,
         )
+
+
+def _unchanged(event: Event) -> Event:
+    return event
 
 
 def _thread_names() -> dict[int, str]:
@@ -199,6 +218,8 @@ class Recordings:
         self._peers = peers
         self._dialect = dialect
         self._call_at = call_at
+        self.look_for_calls: LookForCalls = lambda: None
+        """Finds the calls that are open now. The agent sets it."""
         self._clock = network_namespace()
         self._lock = make_lock("recordings")
         self._lease = Lease()
@@ -246,7 +267,7 @@ class Recordings:
             earlier, self._recording = self._recording, None
         if earlier is not None:
             earlier.drop()
-        recording = _Recording(command, self._own, self._recorder, discreet)
+        recording = _Recording(command, self._own, self._recorder, self.look_for_calls, discreet)
         with self._lock:
             self._recording = recording
         self._look_later(recording)

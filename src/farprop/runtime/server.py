@@ -523,7 +523,7 @@ class Server:
 
     def _fail(self, reply: PendingReply, error: BaseException, flags: int = 0) -> None:
         if reply.served is not None:
-            reply.served.outcome = type(error).__name__
+            reply.served.on_error(error)
         if reply.creation is None:
             self._send_failure(reply, error, flags)
         else:

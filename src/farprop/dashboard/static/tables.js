@@ -150,6 +150,13 @@ export function Passes({ state }) {
 }
 
 export function Errors({ state }) {
+  const columns = [
+    { head: "last", kind: "num", cell: (row) => clock(row.time) },
+    { head: "error", cell: (row) => html`<span class="bad type">${row.type}</span>${row.count > 1 && ` × ${count(row.count)}`}`, title: (row) => `after ${duration(row.seconds)}` },
+    { head: "function", kind: "wide", cell: (row) => html`${short(row.function)}<${Ends} row=${row} />`, title: (row) => row.function },
+    { head: "call", kind: "opt", cell: (row) => `${row.caller} → ${row.callee}` },
+  ];
+  const message = (row) => row.message && html`<tr class="message"><td colspan=${columns.length}>${row.message}</td></tr>`;
   return html`<${Section}
     id="errors"
     title="Errors"
@@ -157,11 +164,7 @@ export function Errors({ state }) {
     empty="No call has failed since this page was opened."
     rows=${state.errors}
     keyOf=${(row) => `${row.type} ${row.function} ${row.caller} ${row.callee}`}
-    columns=${[
-      { head: "last", kind: "num", cell: (row) => clock(row.time) },
-      { head: "error", cell: (row) => html`<span class="bad">${row.type}</span>${row.count > 1 && ` × ${count(row.count)}`}`, title: (row) => `after ${duration(row.seconds)}` },
-      { head: "function", kind: "wide", cell: (row) => html`${short(row.function)}<${Ends} row=${row} />`, title: (row) => row.function },
-      { head: "call", kind: "opt", cell: (row) => `${row.caller} → ${row.callee}` },
-    ]}
+    columns=${columns}
+    more=${message}
   />`;
 }

@@ -73,6 +73,7 @@ from farprop.wire.message import (
 )
 
 _log = logging.getLogger(__name__)
+_GRADIENTS = "wait for gradients"
 
 # Gradients for several sends of a worker travel in one message up to this size. Larger ones are not worth waiting for
 # each other, and must not become too large for a message together.
@@ -117,11 +118,13 @@ class PassWaiter:
             left = None if self.deadline is None else self.deadline - time.monotonic()
             if left is not None and left <= 0:
                 return None
-            began = time.monotonic() if recorder.is_on else 0.0
-            with peers.blocked():
-                self._waker.wait(timeout=-1 if left is None else left)
-            if began:
-                recorder.span(events.WAIT, "wait for gradients", began)
+            began = recorder.begin_wait(_GRADIENTS) if recorder.is_on else 0.0
+            try:
+                with peers.blocked():
+                    self._waker.wait(timeout=-1 if left is None else left)
+            finally:
+                if began:
+                    recorder.end_wait(_GRADIENTS, began)
         raise self.error
 
 
