@@ -61,6 +61,17 @@ def test_init_with_env() -> None:
     assert run_workers(_with_torchrun_variables, 3) == ["worker1", "worker2", "worker0"]
 
 
+def _with_torchrun_and_another_address(rank: int, method: str) -> str:
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", RANK=str(rank), WORLD_SIZE="3")
+    return _with_method(rank, method)
+
+
+def test_tcp_with_an_address_of_its_own_works_under_torchrun() -> None:
+    """Torchrun hosts a store at the address of its variables, not at this one. All waited for it for a minute."""
+    method = f"tcp://127.0.0.1:{free_port()}"
+    assert run_workers(_with_torchrun_and_another_address, 3, (method,)) == ["worker1", "worker2", "worker0"]
+
+
 def _with_store(rank: int, path: str) -> str:
     _start(rank, 3, dist.FileStore(path, 3))
     return _ring(rank, 3)

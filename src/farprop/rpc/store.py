@@ -104,8 +104,10 @@ def _variable(name: str) -> str:
 
 
 def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: float) -> dist.Store:
-    # torchrun hosts a store of its own at this address.
-    is_hosted_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # torchrun hosts a store of its own at the address that it tells its workers. A program may have chosen another one.
+    is_hosted_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and str(port) == os.environ.get(
+        "MASTER_PORT"
+    )
     end = time.monotonic() + timeout
     if rank != 0 or is_hosted_by_torchrun:
         await_listener(host, port, min(timeout, _LISTENER_SECONDS))
