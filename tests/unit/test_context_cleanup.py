@@ -23,6 +23,7 @@ class Peers:
 
     label = "worker (rank 0)"
     dialect = PICKLES
+    is_static = True
 
     def __init__(self) -> None:
         self.is_cut = True
@@ -113,5 +114,29 @@ def test_request_of_a_dead_worker_that_runs_late_leaves_no_context() -> None:
     peers.dead = {MAKER}
     contexts, cleanup = _with_a_context_from_another(peers)
     cleanup.on_orphaned(OF_MAKER)
+    peers.run_due()
+    assert not len(contexts)
+
+
+def test_context_of_a_process_that_took_the_rank_of_a_dead_one_stays() -> None:
+    """A third worker brought it here before this one heard of the death. It ended, with its gradients."""
+    peers = Peers()
+    peers.is_static = peers.is_cut = False
+    contexts, cleanup = _with_a_context_from_another(peers)
+    cleanup.on_death(MAKER)
+    peers.run_due()
+    assert len(contexts) == 1
+    peers.exists = False  # it was one of the old process, after all
+    cleanup.on_death(MAKER)
+    peers.run_due()
+    assert not len(contexts)
+
+
+def test_context_of_a_dead_worker_ends_if_nobody_has_its_rank() -> None:
+    peers = Peers()
+    peers.is_static = False
+    peers.dead = {MAKER}
+    contexts, cleanup = _with_a_context_from_another(peers)
+    cleanup.on_death(MAKER)
     peers.run_due()
     assert not len(contexts)

@@ -54,7 +54,10 @@ class WorkerServices:
         return self._membership.name_of(rank)
 
     def is_dead(self, rank: int) -> bool:
-        return self._references.is_dead(rank)
+        entry = self._membership.find(rank)
+        return self._references.is_dead(rank) and (
+            entry is None or self._references.instances.is_dead(rank, entry.instance)
+        )
 
     def ranks(self) -> list[int]:
         return [info.id for info in self._membership.infos()]

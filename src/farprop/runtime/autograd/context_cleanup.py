@@ -20,7 +20,7 @@ from functools import partial
 
 from farprop.errors import ConnectionLostError, UsageError
 from farprop.runtime.autograd.abort import PassAborter
-from farprop.runtime.autograd.contexts import ContextContainer, maker_of
+from farprop.runtime.autograd.contexts import Context, ContextContainer, maker_of
 from farprop.runtime.autograd.messages import PeerCaller, ask
 from farprop.runtime.first_failure import explained
 from farprop.wire.message import MAX_ENDED, Method
@@ -146,15 +146,24 @@ class ContextCleanup:
         """A worker is dead: its contexts and passes end, and it will not tell others when a context ends."""
         self.ended.forget(rank)
         for context in self._contexts.all():
-            for local in context.all_passes():
-                if local.id.origin == rank and local.machine.active:
-                    self._aborter.stop(local)
-                    local.undo()
             maker = maker_of(context.id)
+            if maker == rank and not self._peers.is_static:
+                # Another process may have the rank by now, and may have made this context: a third one may have brought
+                # it here before this worker heard of any of that.
+                self._peers.submit(self._ask_maker, context.id, maker)
+                continue
+            self._stop_passes(context, rank)
             if maker == rank:
                 self.release(context.id)
             elif maker != self._own_rank and rank in context.known:
                 self._peers.submit(self._ask_maker, context.id, maker)
+
+    def _stop_passes(self, context: Context, origin: int) -> None:
+        """The worker that started these passes is dead."""
+        for local in context.all_passes():
+            if local.id.origin == origin and local.machine.active:
+                self._aborter.stop(local)
+                local.undo()
 
     def on_orphaned(self, context_id: int) -> None:
         """A request of a context runs whose caller may have died before: nobody else may tell when the context ends."""
@@ -163,17 +172,20 @@ class ContextCleanup:
             self._peers.submit(self._ask_maker, context_id, maker)
 
     def _ask_maker(self, context_id: int, maker: int) -> None:
-        """The worker that brought a context here is dead: end the context if its maker does not have it any more.
+        """The worker that brought a context here is dead, or the one that had the maker's rank: end the context if its
+        maker does not have it any more.
 
         If the maker can't be asked, it may be dead, too, and this worker may have no connection to it that would tell.
         """
-        if self._contexts.get(context_id) is None:
+        context = self._contexts.get(context_id)
+        if context is None:
             return  # it has ended meanwhile, with its maker
         try:
             exists = ask(self._peers, maker, Method.CONTEXT_EXISTS, _ASK_SECONDS, context_id)
         except Exception as error:
             _log.info("%s: can't ask worker %d for context %d: %s", self._peers.label, maker, context_id, error)
             if self._peers.is_dead(maker):
+                self._stop_passes(context, maker)
                 self.release(context_id)
                 return
             self._peers.suspect(maker)
@@ -181,6 +193,7 @@ class ContextCleanup:
             self._peers.call_at(time.monotonic() + _ASK_AGAIN_SECONDS, again)
             return
         if not exists:
+            self._stop_passes(context, maker)
             self.release(context_id)
 
     def on_context_exists(self, caller: int, context_id: int) -> bool:
