@@ -196,6 +196,24 @@ def test_a_function_that_raises_leaks_nothing(noting: Cluster) -> None:
 # Calls that take long
 
 
+def _is_confirmed_after_a_while(rref: Any) -> bool:
+    users = current_agent().references.users
+    users._on_long_borrowed()
+    users._on_long_borrowed()
+    return bool(rref.confirmed_by_owner())  # the owner has hardly heard of it yet
+
+
+def _have_it_confirmed() -> None:
+    for rref in (rpc.RRef(5), rpc.remote("worker1", f.identity, args=(5,))):
+        assert rpc.rpc_sync("worker2", _is_confirmed_after_a_while, args=(rref,))
+
+
+def test_a_reference_is_confirmed_however_long_the_call_takes(noting: Cluster) -> None:
+    """As in torch, a function never gets one that is not: its caller keeps the value. On a busy machine it was not."""
+    noting.run(0, _have_it_confirmed)
+    _operations_of_all(noting)
+
+
 def _at_gate(rref: Any, gate: str) -> Any:
     g.note(f"{gate} is reached")
     return rref.to_here() + len(g.at_gate(gate, ""))

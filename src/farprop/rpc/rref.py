@@ -11,7 +11,7 @@ import torch
 from farprop._torch import ScriptModule
 from farprop.errors import ConnectionLostError, ReferenceLostError, UsageError, renewed
 from farprop.ids import WorkerInfo
-from farprop.protocol.references.records import OwnedValue, User, UserReference
+from farprop.protocol.references.records import OwnedValue, UserReference
 from farprop.protocol.waits import seconds_text
 from farprop.rpc import internal
 from farprop.rpc.constants import UNSET_RPC_TIMEOUT
@@ -140,7 +140,7 @@ class RRef(Generic[T]):
             Whether it has. Always true on the owner, and in a function that got the reference as an argument: its
             caller keeps its own until the call has ended.
         """
-        return self._handle is None or self._handle.record.state in (User.CONFIRMED, User.BORROWED)
+        return self._handle is None or self._handle.is_confirmed
 
     # The value
 

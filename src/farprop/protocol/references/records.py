@@ -143,6 +143,7 @@ class ReferenceData(Protocol):
     callbacks: list[Callable[[], None]] | None
     watch: Any
     collected: bool
+    was_borrowed: bool
 
 
 class ValueData(Protocol):

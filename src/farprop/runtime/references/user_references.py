@@ -37,6 +37,16 @@ class RRefHandle:
         """Raise the reason why the reference can't be used, if there is one; ``use`` names the use, for the error."""
         self._references.check_usable(self.record, use)
 
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether the owner keeps the value for this reference, or for that of the caller, who lends it."""
+        record = self.record
+        state = record.state
+        # A long call keeps what it has borrowed. Until the owner lists that, the caller's is there, unless it has died.
+        return state in (User.CONFIRMED, User.BORROWED) or (
+            state is User.ARRIVED and record.info.was_borrowed and not self._references.is_dead(record.parent)
+        )
+
     def __del__(self) -> None:
         record = getattr(self, "record", None)
         if record is None:
@@ -60,7 +70,7 @@ class HandleWatch(weakref.ref[RRefHandle]):
 class ReferenceInfo:
     """What the runtime knows about a user's reference, in ``UserReference.info``."""
 
-    __slots__ = ("callbacks", "collected", "error", "site", "watch")
+    __slots__ = ("callbacks", "collected", "error", "site", "was_borrowed", "watch")
 
     def __init__(self, site: str = "") -> None:
         self.site = site
@@ -68,6 +78,7 @@ class ReferenceInfo:
         self.callbacks: list[Callable[[], None]] | None = None  # called when the reference is confirmed or void
         self.watch: weakref.ref[RRefHandle] | None = None  # on the program's handle, while there is one
         self.collected = False  # the handle's finaliser has run
+        self.was_borrowed = False  # it came in a request
 
 
 class UserReferences:
@@ -151,6 +162,7 @@ class UserReferences:
         """As ``hold``, for a reference that came in a request: nothing follows from it until ``end_borrowing``."""
         handle = RRefHandle(self, record)
         record.info.watch = weakref.ref(handle)
+        record.info.was_borrowed = True
         self._borrowed[record] = None
         if not self._borrowing_is_timed:
             self._time_borrowing()
@@ -213,6 +225,9 @@ class UserReferences:
     def _end_long_borrowing(self) -> None:
         long, self._borrowed_before, self._borrowed = list(self._borrowed_before), self._borrowed, {}
         self._end_borrowing(long, by_answer=False)
+
+    def is_dead(self, rank: int | None) -> bool:
+        return rank in self._machine.dead
 
     def check_usable(self, record: UserReference, use: str) -> None:
         """Raise the reason why a reference can't be used, if there is one; ``use`` names the use, for the error."""
