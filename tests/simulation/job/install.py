@@ -104,6 +104,7 @@ def install() -> None:
         (host_messages, "threading", events),
         # Long waits are shortened: nothing happens in them but looks at the time.
         (liveness, "PATIENCE", 3.0),
+        (agent, "_fill_caches_of_loggers", lambda: None),  # no interrupts come, and it takes long
         (peers, "_DIAL_SECONDS", 2.0),
     ]
     for module, attribute, value in replaced:
