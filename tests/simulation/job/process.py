@@ -273,6 +273,7 @@ class Process:
         self.is_listening = False
         self.has_joined = False
         self.is_leaving = False
+        self.is_settling = False  # its program is over, and calls that others make late keep no references
         self.programs = 0  # threads of its program that run
         self.held: list[tuple[int, Any]] = []  # tokens and references that the program can reach
         self.weight: torch.Tensor

@@ -80,7 +80,8 @@ def take(plan: tuple[Any, ...], tokens: list[int], *rrefs: Any) -> int:
     begin(Plan(*plan))
     for token, rref in zip(tokens, rrefs, strict=True):
         if process.world.rng.random() < 0.5:
-            process.held.append((token, rref))
+            if not process.is_settling:
+                process.held.append((token, rref))
         else:
             use(process, token, rref)
     return Plan(*plan).token
@@ -351,9 +352,9 @@ def settle(process: Process) -> None:
     """Drop everything, and wait until nothing is left, and everybody was told who has died."""
     began = scheduler.now
     looks = 0
+    process.is_settling = True
     process.held.clear()
     while left := checks.left_on(process):
-        process.held.clear()  # a call that still runs may bring more
         if scheduler.now > began + 100.0:
             raise Violation(f"in the end, {process} still has {left}")
         Time.sleep(0.5)
