@@ -36,16 +36,23 @@ class Case:
         self.now = 100.0
         self.answer = answer
         self.dead: list[int] = []
+        self.was_replaced = False  # another process has her rank
         self.dials = 0
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.jobs: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.detector = FailureDetector(
             "worker0",
             self.dial,
-            lambda rank, reason: self.dead.append(rank),
+            self.died,
             lambda function, *args: self.jobs.append((function, args)),
             lambda when, callback: self.timers.append((when, callback)),
         )
+
+    def died(self, rank: int, reason: str) -> bool:
+        if self.was_replaced:
+            return False
+        self.dead.append(rank)
+        return True
 
     def dial(self, rank: int, timeout: float = 0.0) -> None:
         assert rank == EVE
@@ -163,6 +170,26 @@ def test_suspicion_during_a_dial_leads_to_another_dial(case: Callable[..., Case]
     eve.answer = refused()
     eve.run_next_timer()
     assert (eve.dials, eve.dead) == (2, [EVE])
+
+
+def test_suspicion_of_a_process_that_took_the_rank_survives_the_verdict_on_the_one_before(
+    case: Callable[..., Case],
+) -> None:
+    """The dial to the old process took long. The new one came and died meanwhile, and its references stayed."""
+    eve = case(LIVES)
+
+    def answer() -> None:
+        eve.was_replaced = True
+        eve.answer = refused()
+        eve.detector.suspect(EVE)
+        raise refused()
+
+    eve.answer = answer
+    eve.suspect()
+    assert not eve.dead
+    eve.was_replaced = False  # the next dial is to the new one
+    eve.run_jobs()
+    assert eve.dead == [EVE]
 
 
 def test_unexpected_error_does_not_stop_the_detector(case: Callable[..., Case]) -> None:

@@ -361,13 +361,14 @@ class Agent:
         if connection is not None and self.watch.concerned_with(rank):
             connection.keep_probing()
 
-    def _on_death(self, rank: int, reason: str) -> None:
+    def _on_death(self, rank: int, reason: str) -> bool:
         """A worker is dead: accept nothing from it any more, and fail what depends on it."""
-        self._declare_dead(rank, self.peers.probed.get(rank), reason)
+        return self._declare_dead(rank, self.peers.probed.get(rank), reason)
 
-    def _declare_dead(self, rank: int, instance: str | None, reason: str) -> None:
+    def _declare_dead(self, rank: int, instance: str | None, reason: str) -> bool:
+        """As ``_on_death``; False if another process has its rank by now."""
         if instance is not None and self.references.instances.get(rank, instance) != instance:
-            return  # another process has its rank by now
+            return False
         if who := first_failure.known():
             reason = f"{reason.rstrip()} {who}."
         if instance is not None and self.membership.has_left(instance):
@@ -379,6 +380,7 @@ class Agent:
         if self.references.died(rank, instance):
             self.context_cleanup.on_death(rank)
             self.watch.died(rank, instance, reason)
+        return True
 
     def _on_replaced(self, rank: int, instance: str) -> None:
         """Another process has the rank of a dead worker: accept nothing from the dead one any more."""

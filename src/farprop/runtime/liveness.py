@@ -39,7 +39,7 @@ class FailureDetector:
     Args:
         worker: this worker's name, for log lines.
         dial: ``dial(rank, timeout)`` makes a connection unless there is one, or raises.
-        died: ``died(rank, reason)`` is called once a worker is dead.
+        died: ``died(rank, reason)`` is called once a worker is dead; returns False if another process has its rank.
         submit: runs a function on another thread.
         call_at: calls a function at a time of the monotonic clock.
     """
@@ -48,7 +48,7 @@ class FailureDetector:
         self,
         worker: str,
         dial: Callable[..., object],
-        died: Callable[[int, str], None],
+        died: Callable[[int, str], bool],
         submit: Callable[..., None],
         call_at: Callable[[float, Callable[[], None]], object],
     ) -> None:
@@ -103,7 +103,8 @@ class FailureDetector:
             if again and not dead:
                 self._suspects[rank] = deadline
         if dead:
-            self._died(rank, reason)
+            if not self._died(rank, reason) and again:
+                self.suspect(rank)  # it is the process that has the rank now which was suspected meanwhile
         elif again:
             self._call_at(time.monotonic() + _REDIAL_SECONDS, partial(self._look_again, rank))
 

@@ -37,7 +37,7 @@ _REST_SECONDS = 5.0  # after which an idle thread that is one too many ends
 _get_ident = threading.get_ident
 _now = time.monotonic
 
-Task = tuple[Callable[..., None], tuple[Any, ...]]
+Task = tuple[Callable[..., object], tuple[Any, ...]]
 
 
 class ThreadPool:
@@ -89,7 +89,7 @@ class ThreadPool:
         """Queue something that the limit must not hold up. For handlers, as ``push_request``."""
         self._answers.append((function, args))
 
-    def submit(self, function: Callable[..., None], *args: Any) -> None:
+    def submit(self, function: Callable[..., object], *args: Any) -> None:
         """Run something on a thread of the pool, from any thread; at the latest while the pool closes."""
         self._answers.append((function, args))
         self.recruit()
