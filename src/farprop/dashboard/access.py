@@ -24,29 +24,30 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 
-NOT_ALLOWED = """\
+_REFUSAL = """\
 <!doctype html>
 <html lang="en">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
-<title>farprop: not allowed</title>
-<h1>This page needs its token</h1>
-<p>Open the whole address that <code>farprop dashboard</code> printed. It ends with <code>?token=</code> and the token.
-An address of an earlier run is no longer good.</p>
+<title>farprop: {title}</title>
+<h1>{heading}</h1>
+<p>{advice}</p>
 </html>
 """
 
-WRONG_HOST = """\
-<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>farprop: wrong name</title>
-<h1>This server is not known by that name</h1>
-<p>Open the address that <code>farprop dashboard</code> printed. To use another name of this host, give it with
-<code>--host</code>.</p>
-</html>
-"""
+NOT_ALLOWED = _REFUSAL.format(
+    title="not allowed",
+    heading="This page needs its token",
+    advice="Open the whole address that <code>farprop dashboard</code> printed. It ends with <code>?token=</code> and the "
+    "token. An address of an earlier run is no longer good.",
+)
+
+WRONG_HOST = _REFUSAL.format(
+    title="wrong name",
+    heading="This server is not known by that name",
+    advice="Open the address that <code>farprop dashboard</code> printed. To use another name of this host, give it with "
+    "<code>--host</code>.",
+)
 
 
 class Access:

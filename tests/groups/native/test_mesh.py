@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import selectors
 import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -253,3 +255,23 @@ def test_receive_that_gives_up_too_late_has_its_message() -> None:
         assert not mesh.cancel(recv, CollectiveTimeoutError("it waited"))
         assert ended.empty()
         assert room == b"here"
+
+
+def test_receive_that_has_its_message_is_let_go_of_at_once() -> None:
+    """Not when the garbage collector comes: the two refer to the memory of tensors."""
+    ended: SimpleQueue[Exception | None] = SimpleQueue()
+    with rank_0(unix_pair) as (mesh, theirs):
+        recv = PostedRecv(FrameKind.MESSAGE, 1, 7, memoryview(bytearray(4)), "int8", lambda _, error: ended.put(error))
+        mesh.post(recv)
+        gone = weakref.ref(recv)
+        gc.disable()
+        try:
+            theirs.sendall(pack(FrameKind.MESSAGE, 7, "int8", 4) + b"here")
+            assert ended.get(timeout=60) is None
+            del recv
+            mesh.post(PostedRecv(FrameKind.MESSAGE, 1, 8, memoryview(b""), "int8", lambda _, error: ended.put(error)))
+            theirs.sendall(pack(FrameKind.MESSAGE, 8, "int8", 0))
+            assert ended.get(timeout=60) is None  # so the thread has nothing more to do with the first one
+            assert gone() is None
+        finally:
+            gc.enable()

@@ -49,7 +49,7 @@ class PostedRecv:
         self.text = text
         self.message: IncomingMessage | None = None
         self._on_done = on_done
-        self._is_done = False
+        self.is_done = False
 
     def matches(self, message: IncomingMessage) -> bool:
         """Whether this receive is for the message."""
@@ -74,8 +74,8 @@ class PostedRecv:
         The thread that reads may call this at the same time as one that gives up. The interpreter does not release its
         lock between the check and the assignment.
         """
-        if not self._is_done:
-            self._is_done = True
+        if not self.is_done:
+            self.is_done = True
             self._on_done(self, error)
 
 
@@ -180,6 +180,7 @@ class MessageMatcher:
         if error is None and message.buffer is not recv.buffer:
             recv.buffer[:] = message.buffer
         recv.finish(error)
+        recv.message = None  # the two refer to each other, and one of them to the memory of a tensor
 
     def cancel(self, recv: PostedRecv, move: Callable[[IncomingMessage], None]) -> bool:
         """Take a receive back. Its message is unexpected if it comes later, or is arriving now.
@@ -189,9 +190,11 @@ class MessageMatcher:
             move: called with a message that is arriving in the receive's memory: has it arrive elsewhere.
 
         Returns:
-            False if all of the message is there, and the receive ends with it.
+            False if the receive has ended, or all of its message is there, and it ends with that.
         """
         with self._lock:
+            if recv.is_done:
+                return False
             message = recv.message
             if recv in self._posted:
                 self._posted.remove(recv)
