@@ -38,15 +38,15 @@ _REFUSAL = """\
 NOT_ALLOWED = _REFUSAL.format(
     title="not allowed",
     heading="This page needs its token",
-    advice="Open the whole address that <code>farprop dashboard</code> printed. It ends with <code>?token=</code> and the "
-    "token. An address of an earlier run is no longer good.",
+    advice="Open the whole address that <code>farprop dashboard</code> printed. It ends with <code>?token=</code> and "
+    "the token. An address of an earlier run is no longer good.",
 )
 
 WRONG_HOST = _REFUSAL.format(
     title="wrong name",
     heading="This server is not known by that name",
-    advice="Open the address that <code>farprop dashboard</code> printed. To use another name of this host, give it with "
-    "<code>--host</code>.",
+    advice="Open the address that <code>farprop dashboard</code> printed. To use another name of this host, give it "
+    "with <code>--host</code>.",
 )
 
 
