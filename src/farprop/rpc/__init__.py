@@ -3,7 +3,7 @@
 ::
 
     import farprop.rpc as rpc
-    rpc.init_rpc("worker0", rank=0, world_size=2)
+    rpc.init_rpc()  # in a program that `farprop run -n 2` has started; or with name, rank and world_size
     y = rpc.rpc_sync("worker1", torch.add, args=(a, b))
     rpc.shutdown()
 """
@@ -75,6 +75,7 @@ from farprop.rpc.constants import (
 )
 from farprop.rpc.functions import expose
 from farprop.rpc.inspection import LiveReference, debug_info, live_references
+from farprop.rpc.launchers import require_launched
 from farprop.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions, _TensorPipeRpcBackendOptionsBase
 from farprop.rpc.retries import Retry, idempotent
 from farprop.rpc.rref import RRef
@@ -138,7 +139,7 @@ def is_available() -> bool:
 
 
 def init_rpc(
-    name: str,
+    name: str | None = None,
     backend: Any = None,
     rank: int = -1,
     world_size: int | None = None,
@@ -149,17 +150,20 @@ def init_rpc(
     """Make this process a worker of a job. When it returns, this worker can call others and be called.
 
     Args:
-        name: The worker's name, unique in the job: letters, digits, ``_``, ``-`` and ``:``.
+        name: The worker's name, unique in the job: letters, digits, ``_``, ``-`` and ``:``. Without it, it is
+            ``worker`` and the rank, and what else is not given (the rank, the number of workers, the store's address)
+            comes from the launcher: ``farprop run``, ``torchrun``, ``srun`` or ``mpirun``.
         backend: A member of ``BackendType``. By default farprop's own.
         rank: The worker's rank, unique in the job, from 0.
-        world_size: The number of workers. The call returns when all have joined. Without it workers may join and leave
-            at any time.
+        world_size: The number of workers. The call returns when all have joined. With a name and without it, workers
+            may join and leave at any time.
         rpc_backend_options: The number of threads, the default timeout, and how workers find each other.
         restricted: Whether other workers may only call functions with ``@farprop.rpc.expose`` and send only plain data;
             nothing is unpickled. It has to be the same on all workers. ``FARPROP_RESTRICTED=1`` has the same effect.
 
     Raises:
-        UsageError: This process is a worker already, or ``name`` or a setting in the environment is invalid.
+        UsageError: This process is a worker already, ``name`` or a setting in the environment is invalid, or there is
+            no name and no launcher.
         TypeError: ``backend`` or ``rpc_backend_options`` has the wrong type.
         ValueError: ``rank``, ``init_method`` or a device map is invalid.
         RendezvousError: The store can't be reached, or other workers did not join in time.
@@ -168,6 +172,12 @@ def init_rpc(
         ``rpc.init_rpc("worker0", rank=0, world_size=2)``
     """
     backend, chosen = _backend_and_options(backend, rpc_backend_options)
+    if name is None:
+        if rank == -1 or not world_size:
+            launched = require_launched()
+            rank = launched.rank if rank == -1 else rank
+            world_size = world_size or launched.world_size
+        name = f"worker{rank}"
     check_worker_name(name)
     if _is_current_rpc_agent_set():
         raise UsageError("RPC is already initialized. Call farprop.rpc.shutdown before init_rpc.")

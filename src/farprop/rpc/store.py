@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from farprop._torch import create_store
 from farprop.errors import RendezvousError
+from farprop.rpc import launchers
 from farprop.runtime.store_file import StoreFile
 
 # The last store of this process, and what keeps it open. It stays open until the next one is opened: if this process
@@ -91,8 +92,12 @@ def _address(init_method: str, scheme: str, rank: int) -> tuple[str, int, int]:
         if rank < 0:
             raise ValueError("rank parameter missing: with tcp://, pass rank to init_rpc.")
         return url.hostname, url.port, rank
+    launched = launchers.launched()
     if rank < 0:
-        rank = int(_variable("RANK"))
+        rank = launched.rank if launched else int(_variable("RANK"))
+    if launched and not os.environ.get("MASTER_ADDR"):
+        host, port = launched.address()
+        return host, port, rank
     return _variable("MASTER_ADDR"), int(_variable("MASTER_PORT")), rank
 
 

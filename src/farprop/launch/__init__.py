@@ -1,0 +1,1 @@
+"""Starting workers: ``farprop run``, local workers for scripts and notebooks, and Ray."""
