@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -72,6 +72,8 @@ class AgentOptions:
     device_maps: dict[str, dict[str, str]] = field(default_factory=dict)
     devices: list[str] = field(default_factory=list)
     dialect: Dialect = PICKLES
+    secret: str | None = field(default=None, repr=False)
+    """The job's secret, if it does not come from the environment."""
 
 
 def meeting_seconds(rpc_timeout: float | None) -> float:
@@ -101,6 +103,8 @@ class Agent:
         self._info = WorkerInfo(name, rank)
         self.membership = Membership(store, self._info, world_size)
         self._settings = Settings.from_env()
+        if options.secret is not None:
+            self._settings = replace(self._settings, secret=options.secret)
         self.autograd_mode = self._settings.autograd_mode
         self._endpoint = Endpoint(store, name, rank, CALLS, self._settings)
         self._identity, self._dialer = self._endpoint.identity, self._endpoint.dialer
