@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import operator
+import os
 import queue
 import secrets
 import socket
@@ -25,10 +26,9 @@ from typing import Any, TypeVar, overload
 import torch
 import torch.distributed as dist
 
-from farprop import rpc
-from farprop.config import Settings
+import farprop.rpc as rpc
 from farprop.errors import ConnectionLostError, FarpropError, RendezvousError, UsageError
-from farprop.launch import tasks
+from farprop.launch import spec, tasks
 from farprop.launch.progress import progress_bar
 from farprop.launch.spec import DRIVER, WorkerSpec, enter
 from farprop.rpc import RRef
@@ -41,6 +41,7 @@ _Self = TypeVar("_Self", bound="WorkerPool")
 
 _LOOK_SECONDS = 0.02  # between two looks at who has joined
 _INTERRUPT_SECONDS = 5.0  # that a worker has to confirm an interrupt
+_END_SECONDS = 1.0  # and the end of the pool
 _numbers = itertools.count(1)  # of tasks
 
 
@@ -149,14 +150,15 @@ class Worker:
 
     def _interrupt(self, number: int) -> torch.futures.Future[Any] | None:
         """Interrupt a task, without waiting; returns a future of the confirmation, or None if there can be none."""
+        return self._tell(_INTERRUPT_SECONDS, tasks.interrupt, number)
+
+    def _tell(self, seconds: float, function: Callable[..., None], *args: Any) -> torch.futures.Future[Any] | None:
+        """Call a function of farprop's own on the worker, which does not wait behind the calls of the program."""
         future = Future()
         try:
-            # A request of farprop's own: it does not wait behind the tasks.
-            agent_registry.current_agent().call_async(
-                self.name, tasks.interrupt, (number,), {}, _INTERRUPT_SECONDS, future, SYSTEM
-            )
+            agent_registry.current_agent().call_async(self.name, function, args, {}, seconds, future, SYSTEM)
         except FarpropError:
-            return None  # the pool was stopped meanwhile
+            return None  # the pool was stopped meanwhile, or the worker has never joined
         return future
 
 
@@ -200,6 +202,7 @@ class WorkerPool(ABC):
         self._workers = [Worker(self, f"worker{index}") for index in range(count)]
         self._hurry = threading.Event()  # what is left to do in the start or the stop has to be quick
         self._was_started = False
+        self._pid = 0
         self._starting = _Step("farprop-start", self._bring_up)
         self._stopping = _Step("farprop-stop", self._tear_down)
         self._agent: Agent | None = None
@@ -252,11 +255,9 @@ class WorkerPool(ABC):
                 "This process is a worker already: of a pool that runs (stop it first), or because it has called "
                 "init_rpc (call the workers of its job by their names, with farprop.rpc)."
             )
-        if Settings.from_env().restricted:
-            raise UsageError("The workers of a pool run any function of its driver. Unset FARPROP_RESTRICTED.")
         if self._was_started:
             raise UsageError("A pool starts once. Make a new one.")
-        self._was_started = True
+        self._was_started, self._pid = True, os.getpid()
         atexit.register(self.stop)
         try:
             self._finish(self._starting)
@@ -271,6 +272,8 @@ class WorkerPool(ABC):
         if not self._was_started:
             self._was_started = True
             return
+        if os.getpid() != self._pid:
+            return  # a forked child ends
         self._finish(self._stopping)
         atexit.unregister(self.stop)
 
@@ -331,6 +334,8 @@ class WorkerPool(ABC):
             self._starting.join()
         try:
             if self._agent is not None and agent_registry.installed is self._agent:
+                self._agent.expect_end()
+                _wait_all([worker._tell(_END_SECONDS, spec.on_stopping) for worker in self._workers])
                 rpc.shutdown(graceful=False)
         finally:
             self._end_processes()
@@ -424,9 +429,7 @@ class _Map:
             while self._begin_all() or self._running:
                 self._end_one()
         except Exception:
-            for confirmation in self._interrupt():
-                with suppress(FarpropError):
-                    confirmation.wait()
+            _wait_all(self._interrupt())
             self._on_answered()
             raise
         except BaseException:
@@ -460,10 +463,17 @@ class _Map:
         self._free.append(worker)
         self._advance()
 
-    def _interrupt(self) -> list[torch.futures.Future[Any]]:
+    def _interrupt(self) -> list[torch.futures.Future[Any] | None]:
         """Interrupt what runs; returns futures of the workers' confirmations."""
-        asked = [worker._interrupt(number) for number, (worker, _) in self._running.items()]
-        return [confirmation for confirmation in asked if confirmation is not None]
+        return [worker._interrupt(number) for number, (worker, _) in self._running.items()]
+
+
+def _wait_all(confirmations: Iterable[torch.futures.Future[Any] | None]) -> None:
+    """Wait for workers that were told something. They may be dead."""
+    for confirmation in confirmations:
+        if confirmation is not None:
+            with suppress(FarpropError):
+                confirmation.wait()
 
 
 def _open_store(host: str) -> tuple[dist.Store, int]:

@@ -8,13 +8,15 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from farprop import rpc
+import farprop.rpc as rpc
+from farprop.config import Settings
 from farprop.errors import RendezvousError, UsageError
 from farprop.rpc import api
 from farprop.rpc.agent import TensorPipeAgent
 from farprop.rpc.backend_registry import _start
 from farprop.rpc.options import TensorPipeRpcBackendOptions
 from farprop.runtime import agent_registry
+from farprop.runtime.agent_registry import current_agent
 
 DRIVER = "driver"
 
@@ -50,14 +52,31 @@ def join(spec: WorkerSpec, on_driver_ended: Callable[[], None], timeout: float =
         store = dist.TCPStore(spec.host, spec.port, is_master=False, timeout=timedelta(seconds=timeout))
     except RuntimeError as error:
         raise RendezvousError(f"{spec.name} can't reach the driver at {spec.host}:{spec.port}: {error}") from error
+    _pool_ended.append(on_driver_ended)  # first: the driver may stop the pool at any time
     enter(store, spec.name, spec.rank, spec.secret)
-    rpc.on_failure(DRIVER, lambda info, reason: on_driver_ended())
+    rpc.on_failure(DRIVER, lambda info, reason: _end_pool())
+
+
+_pool_ended: list[Callable[[], None]] = []
+
+
+def on_stopping() -> None:
+    """The driver calls this on each worker before it stops the pool."""
+    current_agent().expect_end()
+    _end_pool()
+
+
+def _end_pool() -> None:
+    while _pool_ended:
+        _pool_ended.pop()()
 
 
 def enter(store: dist.Store, name: str, rank: int, secret: str) -> None:
     """Make this process a worker of the pool that has this store and this secret."""
     if agent_registry.is_agent_set():
         raise UsageError("This process is a worker already. Call farprop.rpc.shutdown first.")
+    if Settings.from_env().restricted:
+        raise UsageError("The workers of a pool run any function of its driver. Unset FARPROP_RESTRICTED.")
     api._reset_gathers()
     options = TensorPipeRpcBackendOptions(init_method=store)
     agent = TensorPipeAgent(store, name, rank, None, options, {}, [], pool_secret=secret)

@@ -156,7 +156,7 @@ def run(number: int, function: Any, /, *args: Any, **kwargs: Any) -> Deferred:
 
 @async_execution
 def run_async(number: int, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """As ``run``, for a function that is decorated with ``async_execution``. It does not wait, and is not interrupted."""
+    """As ``run``, for a function with the decorator ``async_execution``. It does not wait, and is not interrupted."""
     called = resolve(function) if type(function) is bytes else function
     return called(*args, **kwargs)
 

@@ -113,6 +113,7 @@ class Agent:
         self._lock = make_lock("agent")
         self._returns_due = False
         self._closed = False
+        self._expects_end = False
         self._loop = EventLoop()
         self._loop.on_pause = self._on_pause
         self._loop.activity.set_limit(self._settings.spin_microseconds / 1e6, CROWDED)
@@ -413,7 +414,7 @@ class Agent:
             or self.context_cleanup.concerned_with(rank)
             or self.watch.concerned_with(rank)
         )
-        if not self._closed and rank != self._info.id and concerned:
+        if not self._closed and not self._expects_end and rank != self._info.id and concerned:
             self._failure_detector.suspect(rank)
 
     def look_now(self, rank: int, timeout: float | None) -> None:
@@ -491,6 +492,11 @@ class Agent:
             self.membership.leave()
         except RuntimeError as error:
             _log.info("%s: the store is gone already: %s", self._info.label, error)
+
+    def expect_end(self) -> None:
+        """All workers end now: whoever is lost has not died, and nobody is told."""
+        self.watch.close()
+        self._expects_end = True
 
     def shutdown(self, deadline: float | None = None) -> None:
         """Stop, once the answers to the gathers of other workers are sent. Takes less than a second if the deadline is
