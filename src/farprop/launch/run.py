@@ -63,7 +63,7 @@ def run(options: Sequence[str], program: Sequence[str], log_dir: str | None, col
     with ExitStack() as stack:
         directory = Path(tempfile.mkdtemp(prefix="farprop-run-"))
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        _set_secret(config.max_nodes, directory)
+        _set_secret(config.max_nodes)
         os.environ[LAUNCHER] = str(os.getpid())
         output = Output(colours)
         config.logs_specs = _Pipes(output, directory, log_dir)
@@ -146,7 +146,7 @@ def _is_taken(address: str, port: int) -> bool:
     return False
 
 
-def _set_secret(nodes: int, directory: Path) -> None:
+def _set_secret(nodes: int) -> None:
     settings = Settings.from_env()
     check_settings(settings)
     if settings.secret or settings.secret_file or settings.insecure:
@@ -157,10 +157,7 @@ def _set_secret(nodes: int, directory: Path) -> None:
             f"them. Make one: {_MAKE_SECRET}, copy the file to every host, and pass --secret-file farprop.secret "
             "(or set FARPROP_SECRET_FILE)."
         )
-    path = directory / "secret"
-    path.touch(mode=0o600)
-    path.write_text(secrets.token_hex(32))
-    os.environ["FARPROP_SECRET_FILE"] = str(path)
+    os.environ["FARPROP_SECRET"] = secrets.token_hex(32)  # only this user's processes can read it there
 
 
 class _Pipes(LogsSpecs):
