@@ -26,6 +26,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError as ElasticRendezvousError
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -34,6 +35,7 @@ from farprop.errors import RendezvousError, UsageError
 from farprop.launch.failures import report
 from farprop.launch.output import Output
 from farprop.launch.script import LAUNCHER
+from farprop.launch.signed_rendezvous import BACKEND, create_handler
 from farprop.rpc.launchers import DEFAULT_PORT
 from farprop.runtime.secret import check_settings
 from farprop.transport import sockets
@@ -100,11 +102,12 @@ def _silence(package: str) -> None:
 
 
 def _config(options: Sequence[str]) -> LaunchConfig:
+    rendezvous_handler_registry.register(BACKEND, create_handler)
     # The parser wants a program, and the rest of the job's description is all that is asked of it.
     arguments = torchrun.parse_args([*options, f"--log-dir={os.devnull}", "program"])
     if arguments.standalone:
-        arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_id = "c10d", "localhost:0", secrets.token_hex(8)
-    elif arguments.rdzv_endpoint:
+        arguments.rdzv_endpoint, arguments.rdzv_id = "localhost:0", secrets.token_hex(8)
+    elif arguments.rdzv_endpoint and arguments.rdzv_backend == BACKEND:
         _describe_host(arguments)
     elif arguments.master_port is None:
         arguments.master_port = DEFAULT_PORT
