@@ -320,7 +320,7 @@ class WorkerPool(ABC):
         host = self._store_host()
         secret = secrets.token_hex(32)
         self._store, port = _open_store(host)
-        enter(self._store, DRIVER, 0, secret)
+        enter(self._store, WorkerSpec(DRIVER, 0, host, port, secret))
         self._agent = agent_registry.current_agent()
         self._start_processes(
             [WorkerSpec(worker.name, rank, host, port, secret) for rank, worker in enumerate(self._workers, 1)]
