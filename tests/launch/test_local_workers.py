@@ -71,8 +71,8 @@ def _start_another_pool() -> None:
 
 def _loop(ready: str, interrupted: str) -> None:
     """Run until an interrupt, and say so."""
-    Path(ready).write_text("ready")
     try:
+        Path(ready).write_text("ready")  # the interrupt may come before this returns
         while True:
             time.sleep(0.001)
     except KeyboardInterrupt:
