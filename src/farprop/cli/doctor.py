@@ -51,9 +51,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--world-size", type=int, metavar="N", help="how many ranks there are (default: the launcher's)"
     )
-    parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="SECONDS", help="wait so long for other hosts (60)"
-    )
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="wait so long for others (60)")
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.set_defaults(run=_run)
 
@@ -151,8 +149,12 @@ def _text(result: Result) -> str:
 def _summary(results: Sequence[Result]) -> str:
     counts = {status: sum(result.status == status for result in results) for status in _COLOURS}
     worst = "failure" if counts["failure"] else "warning" if counts["warning"] else "ok"
-    text = f"{len(results)} checks: {counts['ok']} ok, {counts['warning']} warnings, {counts['failure']} failures"
+    text = f"{len(results)} checks: {', '.join(_counted(counts[status], status) for status in counts)}"
     return coloured(text, *_COLOURS[worst])
+
+
+def _counted(count: int, status: str) -> str:
+    return f"{count} {status}" if count == 1 or status == "ok" else f"{count} {status}s"
 
 
 def _print_report(report: Report) -> None:
@@ -160,10 +162,8 @@ def _print_report(report: Report) -> None:
 
     rows = []
     for pair in sorted(report.pairs, key=lambda one: -one.speed.call if one.speed else float("-inf"))[:_MOST_PAIRS]:
-        ends = (
-            f"{pair.source} -> {pair.target}",
-            f"{report.hosts[pair.source].host} -> {report.hosts[pair.target].host}",
-        )
+        hosts = f"{report.hosts[pair.source].host} -> {report.hosts[pair.target].host}"
+        ends = (f"{pair.source} -> {pair.target}", hosts)
         speed = pair.speed
         if speed is None:
             rows.append((*ends, "FAILED", "", "", "", pair.name))

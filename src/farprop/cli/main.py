@@ -58,12 +58,13 @@ class _Section:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="farprop",
+        usage="farprop [--debug] COMMAND ...",
         description="Start jobs, look into them, and check where they run.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"farprop {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the stack trace of an error")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, help=argparse.SUPPRESS)
+    commands = parser.add_subparsers(prog="farprop", metavar="COMMAND", required=True, help=argparse.SUPPRESS)
     texts = []
     for title, modules in _SECTIONS.items():
         section = _Section(commands)

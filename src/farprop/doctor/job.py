@@ -24,7 +24,6 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from urllib.parse import urlsplit
@@ -176,7 +175,7 @@ class _Examination:
         absent = self._absent()
         hosts = [self._host(rank) for rank in range(self._size) if rank not in absent]
         strangers = {host.rank for host in hosts if not self._has_proved(host.rank, keys)}
-        results = job_checks.problems(hosts) + [job_checks.secrets(own, hosts, strangers)]
+        results = [*job_checks.problems(hosts), job_checks.secrets(own, hosts, strangers)]
         if absent:
             self._leave()
             return Report(hosts, [], [job_checks.missing(hosts, absent, self._size, self._timeout), *results])

@@ -153,7 +153,7 @@ def compare(hosts: Sequence[Host]) -> list[Result]:
         ),
         _same(
             hosts,
-            "restricted mode",
+            "restricted",
             lambda host: "on" if host.restricted else "off",
             "Set FARPROP_RESTRICTED=1 for all, or for none.",
         ),
@@ -188,12 +188,12 @@ def _few(hosts: Sequence[Host]) -> str:
 
 def _same(hosts: Sequence[Host], name: str, of: Any, advice: str) -> Result:
     said = _said(hosts, of)
-    return ok(name, f"{next(iter(said))} on all") if len(said) == 1 else failure(name, f"{_differ(said)}.", advice)
+    return ok(name, f"{next(iter(said))} everywhere") if len(said) == 1 else failure(name, f"{_differ(said)}.", advice)
 
 
 def _alike(hosts: Sequence[Host], name: str, of: Any, advice: str) -> Result:
     said = _said(hosts, of)
-    return ok(name, f"{next(iter(said))} on all") if len(said) == 1 else warning(name, f"{_differ(said)}.", advice)
+    return ok(name, f"{next(iter(said))} everywhere") if len(said) == 1 else warning(name, f"{_differ(said)}.", advice)
 
 
 def _addresses(hosts: Sequence[Host]) -> Result:
@@ -305,11 +305,9 @@ def pairs(hosts: Sequence[Host], found: Sequence[Pair]) -> list[Result]:
     for transport in sorted({speed.transport for _, speed in speeds}):
         results += _slow_ones(hosts, [one for one in speeds if one[1].transport == transport])
     if not results:
-        slowest = max(speed.call for _, speed in speeds)
-        least = min(speed.rate for _, speed in speeds)
-        return [
-            ok("calls", f"all {wanted} pairs: a call takes {seconds_text(slowest)} at most, {rate_text(least)} or more")
-        ]
+        slowest = seconds_text(max(speed.call for _, speed in speeds))
+        least = rate_text(min(speed.rate for _, speed in speeds))
+        return [ok("calls", f"all {wanted} pairs: a call takes {slowest} at most, 10 MB arrive at {least} or more")]
     return results
 
 
@@ -318,11 +316,12 @@ def _slow_ones(hosts: Sequence[Host], speeds: Sequence[tuple[Pair, Speed]]) -> l
         return []
     usual_call = median(speed.call for _, speed in speeds)
     usual_rate = median(speed.rate for _, speed in speeds)
+    usual = f"{seconds_text(usual_call)} and {rate_text(usual_rate)}"
     return [
         warning(
             "calls",
-            f"From {hosts[pair.source].who} to {hosts[pair.target].who} a call takes {seconds_text(speed.call)} and 10 MB "
-            f"arrive at {rate_text(speed.rate)}; {seconds_text(usual_call)} and {rate_text(usual_rate)} are usual here.",
+            f"From {hosts[pair.source].who} to {hosts[pair.target].who} a call takes {seconds_text(speed.call)} and "
+            f"10 MB arrive at {rate_text(speed.rate)}. Usual are {usual}.",
             "Look at the network between the two, and at what else runs there.",
         )
         for pair, speed in speeds
