@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "doctor",
         help="what is wrong with this host, or between hosts",
-        description="Check this host, or with --store all hosts of a job, and say what is wrong and what to do.",
+        description="Check this host, or with --store all hosts of a job: what is wrong, and\nwhat to do.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -139,9 +139,11 @@ def _text(result: Result) -> str:
     head = f"{result.status:<8} {result.name:<10} "
     indent = " " * len(head)
     width = max(50, min(120, shutil.get_terminal_size().columns))
-    lines = textwrap.wrap(result.found, width - len(head), break_on_hyphens=False) or [""]
+    wrapper = textwrap.TextWrapper(width - len(head), break_on_hyphens=False, break_long_words=False)
+    lines = wrapper.wrap(result.found) or [""]
     if result.advice:
-        lines += textwrap.wrap(result.advice, width - len(head), initial_indent="-> ", subsequent_indent="   ")
+        wrapper.initial_indent, wrapper.subsequent_indent = "-> ", "   "
+        lines += wrapper.wrap(result.advice)
     status = coloured(f"{result.status:<8}", *_COLOURS[result.status])
     return "\n".join([f"{status} {result.name:<10} {lines[0]}", *(f"{indent}{line}" for line in lines[1:])])
 
