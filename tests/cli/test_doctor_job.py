@@ -31,7 +31,6 @@ from tests.support.workers import Cluster, free_port, processes
 
 pytestmark = pytest.mark.one_transport
 SECRET = secrets.token_hex(32)
-ONE_THREAD = {"FARPROP_SECRET": SECRET}
 
 
 # Between real processes
@@ -77,7 +76,8 @@ def test_ranks_of_one_host() -> None:
     pairs = [(pair["source"], pair["target"]) for pair in found[0]["pairs"]]
     assert sorted(pairs) == [(a, b) for a in range(3) for b in range(3) if a != b]
     assert {pair["speed"]["transport"] for pair in found[0]["pairs"]} == {"shared memory"}
-    assert {check["status"] for check in found[0]["checks"]} == {"ok"}
+    # On a busy machine one pair may be much slower than the others.
+    assert {check["name"] for check in found[0]["checks"] if check["status"] != "ok"} <= {"calls"}
     assert [(pair["source"], pair["target"]) for pair in found[2]["pairs"]] == [(2, 0), (2, 1)]
 
 
@@ -147,6 +147,13 @@ def test_weak_secret_of_one_host_is_told_to_all() -> None:
         assert "password" not in text
 
 
+def test_invalid_setting_of_one_host_is_told_to_all() -> None:
+    with processes(2, env=[{}, {"FARPROP_TRANSPORT": "pigeon"}]) as job:
+        ends = _examine(job, 2, 2, _address())
+    assert [code for code, _, _ in ends] == [INCOMPLETE] * 2
+    assert re.search(r"failure settings rank 1 \(\S+\): FARPROP_TRANSPORT='pigeon' is not known", _joined(ends[0][1]))
+
+
 def test_missing_host_is_named() -> None:
     with processes(2) as job:
         ends = _examine(job, 2, 4, _address(), "--timeout", "1")
@@ -160,8 +167,8 @@ def test_missing_rank_0_and_a_rank_that_is_taken() -> None:
     with processes(2) as job:
         code, _, errors = job.run(0, _doctor, "--store", address, "--rank", "1", "--world-size", "2", "--timeout", "1")
         assert (code, "No store answers at 127.0.0.1" in errors) == (INCOMPLETE, True)
-        first = job.start(0, _doctor, "--store", address, "--rank", "0", "--world-size", "3", "--timeout", "5")
-        place = ("--store", address, "--rank", "1", "--world-size", "3", "--timeout", "5")
+        first = job.start(0, _doctor, "--store", address, "--rank", "0", "--world-size", "3", "--timeout", "2")
+        place = ("--store", address, "--rank", "1", "--world-size", "3", "--timeout", "2")
         ends = [job.start(1, _doctor, *place), first]
         third = job.run(1, _doctor, *place)  # in a thread of its own
         texts = [third[2], ends[0].result()[2]]
@@ -190,9 +197,9 @@ def test_stranger_in_the_store_learns_nothing_and_steers_nothing() -> None:
         code, text, errors = rank0.result()
     assert not any(SECRET in value for value in read.values())
     assert code == INCOMPLETE
-    assert text.isascii() or "\033" not in text + errors
-    assert "\033" not in errors
-    assert "'skew/1' should be" in errors or "where skew/1 should be" in errors
+    assert "rank 1 (evil?]0;mine??): another secret than rank 0" in _joined(text)
+    assert "rank 1 (evil?]0;mine??) did not tell the time" in _joined(text)
+    assert "\033" not in text + errors
 
 
 _SHIFTED = """
@@ -205,37 +212,27 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_clock_that_is_ahead(tmp_path: Path) -> None:
-    """The real command, in two processes, one of which has another wall clock."""
     try:
         library = clocks.build(str(tmp_path))
     except clocks.NotAllowedError as error:
         pytest.skip(str(error))
     clock = clocks.WallClock(str(tmp_path / "clock"))
     clock.set(3.5)
-    words = ["doctor", "--store", _address(), "--world-size", "2", "--rank"]
-    ahead = subprocess.Popen(
-        [sys.executable, "-c", _SHIFTED, clock.path, *words, "1"],
-        env={**os.environ, "LD_PRELOAD": library, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    with ahead:
-        done = subprocess.run(
-            [sys.executable, "-m", "farprop", *words, "0"],
-            env={**os.environ, "COLUMNS": "80", "OMP_NUM_THREADS": "1"},
+    words = ["--store", _address(), "--world-size", "2", "--rank"]
+    with processes(1, env={"COLUMNS": "80"}) as job:
+        rank0 = job.start(0, _doctor, *words, "0")
+        ahead = subprocess.run(
+            [sys.executable, "-c", _SHIFTED, clock.path, "doctor", *words, "1"],
+            env={**os.environ, "LD_PRELOAD": library, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=60,
             check=False,
         )
-        other = ahead.communicate(timeout=60)[0]
-    assert (done.returncode, ahead.returncode) == (OK, OK), done.stdout + done.stderr + other
-    found = re.search(
-        r"warning clocks Compared with rank 0 \(\S+\): rank 1 \(\S+\) is 3\.[45] s ahead", _joined(done.stdout)
-    )
-    assert found, done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 80
+        code, text, _ = rank0.result()
+    assert (code, ahead.returncode) == (OK, OK), text + ahead.stdout + ahead.stderr
+    assert max(map(len, text.splitlines())) <= 80
+    assert re.search(r"clocks Compared with rank 0 \(\S+\): rank 1 \(\S+\) is 3\.[45] s ahead", _joined(text)), text
 
 
 # Comparing
@@ -288,7 +285,7 @@ def test_hosts_that_are_alike() -> None:
         ("TLS", "failure", r"off on rank 2", {"tls": False}),
         ("TLS", "failure", r"on, own certificates on rank 2", {"own_certificates": True}),
         ("addresses", "failure", r"rank 2 \(node2\) listens at 127.0.1.1", {"address": "127.0.1.1"}),
-        ("threads", "warning", r"2 workers of node1 use 8 threads .* 4 cores", {"place": "1"}),
+        ("threads", "warning", r"The 2 workers of node1 use 8 threads .* 4 cores", {"place": "1"}),
     ],
 )
 def test_hosts_that_differ(name: str, status: str, text: str, planted: dict[str, Any]) -> None:
@@ -325,6 +322,7 @@ def test_skew_counts_only_beyond_its_error() -> None:
     assert job_checks.clocks(HOSTS, {1: Skew(1.5, 0.001), 2: Skew(0.0, 0.001)}).status is Status.WARNING
     assert job_checks.clocks(HOSTS, {1: Skew(1.5, 0.6), 2: Skew(0.5, 0.001)}).status is Status.OK
     assert "node1) is 2.0 h behind" in job_checks.clocks(HOSTS, {1: Skew(-7200.0, 0.1)}).found
+    assert "rank 2 (node2) did not tell the time" in job_checks.clocks(HOSTS, {1: Skew(0.0, 0.1)}).found
 
 
 def _pairs(**slow: float) -> list[Pair]:

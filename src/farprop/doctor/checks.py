@@ -106,7 +106,7 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def ports(facts: Ports, workers: int = 1) -> Result:
+def ports(facts: Ports) -> Result:
     if facts.wanted is None:
         if facts.free:
             return ok("ports", "any free one (FARPROP_PORT_RANGE is not set)")
@@ -114,9 +114,7 @@ def ports(facts: Ports, workers: int = 1) -> Result:
     found = f"{facts.free} of {facts.tried} are free in FARPROP_PORT_RANGE={facts.wanted[0]}-{facts.wanted[1]}"
     if facts.free == 0:
         return failure("ports", f"{found}. {facts.problem}")
-    if facts.free < workers:
-        return failure("ports", f"{found}, for {workers} workers.", "Widen the range: each worker needs one.")
-    return ok("ports", found)
+    return ok("ports", f"{found}; each worker needs one")
 
 
 def memory(facts: Memory) -> Result:
@@ -175,9 +173,10 @@ def tls(facts: Tls) -> Result:
     if facts.certificate is None:
         return ok("TLS", "on, with a certificate that each worker makes for itself")
     if facts.problem:
+        ended = " It has expired." if facts.valid_seconds < 0 else ""
         return failure(
             "TLS",
-            f"With the certificate {facts.certificate} no connection can be made: {facts.problem}",
+            f"With the certificate {facts.certificate} no connection can be made: {facts.problem}.{ended}",
             "Look at FARPROP_TLS_CERT, FARPROP_TLS_KEY and FARPROP_TLS_CA: the key must be that of the certificate, "
             "which must be signed by the CA and valid now.",
         )

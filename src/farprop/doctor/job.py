@@ -51,7 +51,7 @@ _PLANE = "doctor"
 _QUESTIONS = 8
 _CLOCK_SECONDS = 10.0
 _PAIR_SECONDS = 60.0
-_LEAVE_SECONDS = 10.0
+_LEAVE_SECONDS = 5.0
 _PATIENCE = 5.0  # how much longer than rank 0 the others wait
 _SILENT_SECONDS = 2.0
 
@@ -228,24 +228,29 @@ class _Examination:
         end = time.monotonic() + _CLOCK_SECONDS
         if self._rank == 0:
             self._tell_time(end)
-            came = [rank for rank in self._others if wait_until(partial(self._store.has, [f"skew/{rank}"]), end)]
-            return {rank: from_json(self._store.get(f"skew/{rank}"), Skew, f"skew/{rank}") for rank in came}
+            found = {rank: self._skew(rank) for rank in self._others}
+            return {rank: skew for rank, skew in found.items() if skew is not None}
         self._store.set(f"skew/{self._rank}", to_json(self._ask_time(end)))
         return {}
 
-    def _tell_time(self, end: float) -> None:
-        asked = dict.fromkeys(self._others, 0)
+    def _skew(self, rank: int) -> Skew | None:
+        name = f"skew/{rank}"
+        try:
+            found: Skew = from_json(self._store.get(name), Skew, name)
+            return found
+        except RendezvousError:
+            return None  # it has not told, or told nonsense
 
-        def answer_all() -> bool:
+    def _tell_time(self, end: float) -> None:
+        """Answer the questions of the others, until all have told their skew."""
+        asked = dict.fromkeys(self._others, 0)
+        while asked and time.monotonic() < end:
             for rank, number in list(asked.items()):
                 if self._store.has([f"ask/{rank}/{number}"]):
                     self._store.set(f"clock/{rank}/{number}", repr(time.time()))
                     asked[rank] += 1
-                    if asked[rank] == _QUESTIONS:
-                        del asked[rank]
-            return not asked
-
-        while not answer_all() and time.monotonic() < end:
+                elif self._store.has([f"skew/{rank}"]):
+                    del asked[rank]
             time.sleep(0.0002)
 
     def _ask_time(self, end: float) -> Skew:

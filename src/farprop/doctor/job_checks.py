@@ -214,7 +214,7 @@ def _threads(hosts: Sequence[Host]) -> Result:
     for _, group in groupby(by_place, lambda host: host.place):
         together = list(group)
         threads = sum(host.threads for host in together)
-        if len(together) > 1 and threads > together[0].cores:
+        if threads > max(together[0].cores, len(together)):
             return warning(
                 "threads",
                 f"The {len(together)} workers of {together[0].host} use {threads} threads for operators, and it has "
@@ -280,6 +280,9 @@ def clocks(hosts: Sequence[Host], skews: Mapping[int, Skew]) -> Result:
             "Keep the clocks right by NTP or chrony. Calls and deadlines don't need it; logs, traces and certificates "
             "do.",
         )
+    silent = [host.who for host in hosts[1:] if host.rank not in skews]
+    if silent:
+        return warning("clocks", f"{', '.join(silent)} did not tell the time.", "Look at what it wrote, and try again.")
     most = seconds_text(max((abs(skew.ahead) for skew in skews.values()), default=0.0))
     return ok("clocks", f"within {most} of rank 0's, measured to {error}")
 
