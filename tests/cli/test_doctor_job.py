@@ -159,7 +159,7 @@ def test_missing_host_is_named() -> None:
         ends = _examine(job, 2, 4, _address(), "--timeout", "1")
     for code, text, _ in ends:
         assert code == INCOMPLETE
-        assert re.search(r"Of 4 ranks 2, 3 have not come within 1 s. Those that came: rank 0 \(", _joined(text))
+        assert re.search(r"Ranks 2, 3 of 4 have not come within 1 s. Those that came: rank 0 \(", _joined(text))
 
 
 def test_missing_rank_0_and_a_rank_that_is_taken() -> None:

@@ -194,8 +194,8 @@ class _Examination:
             wanted = [f"proof/{rank}" for rank in range(self._size)]
             soon = min(end, time.monotonic() + _SILENT_SECONDS)
             if not wait_until(lambda: self._store.has(wanted), soon):
-                listed = ", ".join(str(rank) for rank in self._others if not self._store.has([f"proof/{rank}"]))
-                print(f"Waiting for ranks {listed}, up to {self._timeout:.0f} s.", file=sys.stderr, flush=True)
+                late = job_checks.ranks_text([rank for rank in self._others if not self._store.has([f"proof/{rank}"])])
+                print(f"{late} not here yet. Waiting for up to {self._timeout:.0f} s.", file=sys.stderr, flush=True)
                 wait_until(lambda: self._store.has(wanted), end)
             absent = [rank for rank in range(self._size) if not self._store.has([f"proof/{rank}"])]
             self._store.set("absent", to_json(absent))

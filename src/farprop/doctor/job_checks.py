@@ -117,16 +117,20 @@ def _cleaned(value: Any) -> Any:
     return value
 
 
+def ranks_text(ranks: Sequence[int]) -> str:
+    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
 # Checks
 
 
 def missing(came: Iterable[Host], absent: Sequence[int], world_size: int, seconds: float) -> Result:
     """Ranks that have not come."""
-    listed = ", ".join(map(str, absent))
     here = "; ".join(host.who for host in came)
+    verb = "has" if len(absent) == 1 else "have"
     return failure(
         "hosts",
-        f"Of {world_size} ranks {listed} {'has' if len(absent) == 1 else 'have'} not come within {seconds:.0f} s. "
+        f"{ranks_text(absent)} of {world_size} {verb} not come within {seconds:.0f} s. "
         f"Those that came: {here}.",
         "Start `farprop doctor --store` there, too, with the same address and world size, and look whether that host "
         "can reach the store's port.",

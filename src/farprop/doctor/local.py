@@ -15,7 +15,7 @@ import msgspec
 from farprop.config import Settings
 from farprop.doctor import checks, facts
 from farprop.doctor.load import busy_cores
-from farprop.doctor.results import Result
+from farprop.doctor.results import Result, Status
 from farprop.doctor.speed import Speed
 from farprop.protocol.json_decoding import decode
 
@@ -37,7 +37,10 @@ def check_host(workers: int = 1, towards: str | None = None) -> tuple[list[Resul
     settings = None if variables.problem else Settings.from_env()
     if settings is not None:
         network = facts.network(settings) if towards is None else facts.network(settings, towards)
-        found.append(checks.network(network))
+        result = checks.network(network)
+        # A job that has its store's address needs no names, and its addresses are compared with those of the others.
+        if towards is None or result.status is Status.FAILURE:
+            found.append(result)
         if not network.problem:
             found.append(checks.ports(facts.ports(settings, network.address)))
         found += [checks.secrecy(facts.secrecy(settings)), checks.tls(facts.tls(settings))]
