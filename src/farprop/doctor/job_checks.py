@@ -130,8 +130,7 @@ def missing(came: Iterable[Host], absent: Sequence[int], world_size: int, second
     verb = "has" if len(absent) == 1 else "have"
     return failure(
         "hosts",
-        f"{ranks_text(absent)} of {world_size} {verb} not come within {seconds:.0f} s. "
-        f"Those that came: {here}.",
+        f"{ranks_text(absent)} of {world_size} {verb} not come within {seconds:.0f} s. Those that came: {here}.",
         "Start `farprop doctor --store` there, too, with the same address and world size, and look whether that host "
         "can reach the store's port.",
     )
