@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from farprop import __version__
-from farprop.cli import bench, dashboard, demo, doctor, inspection, trace, version
+from farprop.cli import bench, dashboard, demo, doctor, inspection, run, trace, version
 from farprop.errors import FarpropError, UsageError
 
 OK = 0
@@ -19,7 +19,7 @@ USAGE = 2  # the command was used wrongly, or there is no such job
 INTERRUPTED = 130
 
 _SECTIONS = {
-    "start": (demo,),
+    "start": (run, demo),
     "look into a running job": (inspection, dashboard, trace),
     "check": (doctor, bench, version),
 }
@@ -33,6 +33,7 @@ exit codes: 0 done; 1 something failed, or a worker did not answer; 2 wrong
 usage, or no such job; 130 Ctrl-C. `farprop COMMAND --help` says more.
 
 examples:
+  farprop run -n 4 train.py  a program on four workers
   farprop demo               see it work: four workers train one model
   farprop doctor             is this machine all right?
   farprop ps                 the workers of the only job of this user here
@@ -63,7 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"farprop {__version__}")
-    parser.add_argument("--debug", action="store_true", help="show the stack trace of an error")
+    parser.add_argument("--debug", action="store_true", help="stack traces of errors, and messages of libraries below")
     commands = parser.add_subparsers(prog="farprop", metavar="COMMAND", required=True, help=argparse.SUPPRESS)
     texts = []
     for title, modules in _SECTIONS.items():

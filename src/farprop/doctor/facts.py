@@ -29,7 +29,7 @@ _FAR_AWAY = "203.0.113.1"
 _MOST_PORTS = 1000  # to try
 _SEGMENT = 10_000_000
 # Farprop's own variables that are no settings.
-_INTERNAL = frozenset({"FARPROP_COMPAT_MAIN"})
+_INTERNAL = frozenset({"FARPROP_COMPAT_MAIN", "FARPROP_LAUNCHER_PID"})
 
 
 @dataclass(frozen=True)
