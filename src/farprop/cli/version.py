@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+from importlib import metadata
 from typing import Any
 
 from farprop import __version__
@@ -24,11 +25,9 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    import torch
-
     versions = {
         "farprop": __version__,
-        "torch": str(torch.__version__),
+        "torch": metadata.version("torch"),  # to import it takes seconds
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
