@@ -16,7 +16,7 @@ from farprop.rpc.options import _TensorPipeRpcBackendOptionsBase
 from farprop.runtime.agent import Agent, AgentOptions
 from farprop.runtime.device_maps import portable
 from farprop.runtime.rendezvous import host_of
-from farprop.wire.dialect import PICKLES
+from farprop.wire.dialect import PICKLES, PICKLES_MAIN_BY_VALUE
 
 _METRICS = ("thread_pool_size", "num_idle_threads", "client_active_calls", "server_active_calls")
 
@@ -73,6 +73,8 @@ class TensorPipeAgent(RpcAgent):
         devices: Local devices used by calls, in addition to those of the options.
         restricted: Whether other workers may only call exposed functions, with plain data. ``FARPROP_RESTRICTED=1`` has
             the same effect.
+        pool_secret: For a worker of a pool that a program has started: the secret of the pool. Functions and classes
+            of ``__main__`` then travel by value.
     """
 
     def __init__(
@@ -85,8 +87,9 @@ class TensorPipeAgent(RpcAgent):
         reverse_device_maps: Mapping[str, Mapping[torch.device, torch.device]],
         devices: Sequence[torch.device],
         restricted: bool = False,
+        pool_secret: str | None = None,
     ) -> None:
-        dialect = PICKLES
+        dialect = PICKLES if pool_secret is None else PICKLES_MAIN_BY_VALUE
         if restricted or Settings.from_env().restricted:
             from farprop.rpc import restricted as mode  # the codec of restricted jobs, which others don't need
 
@@ -108,6 +111,7 @@ class TensorPipeAgent(RpcAgent):
                 device_maps=portable(rpc_backend_options.device_maps),
                 devices=[str(device) for device in (*rpc_backend_options.devices, *more)],
                 dialect=dialect,
+                secret=pool_secret,
             ),
         )
 

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -72,6 +72,8 @@ class AgentOptions:
     device_maps: dict[str, dict[str, str]] = field(default_factory=dict)
     devices: list[str] = field(default_factory=list)
     dialect: Dialect = PICKLES
+    secret: str | None = field(default=None, repr=False)
+    """The job's secret, if it does not come from the environment."""
 
 
 def meeting_seconds(rpc_timeout: float | None) -> float:
@@ -101,6 +103,8 @@ class Agent:
         self._info = WorkerInfo(name, rank)
         self.membership = Membership(store, self._info, world_size)
         self._settings = Settings.from_env()
+        if options.secret is not None:
+            self._settings = replace(self._settings, secret=options.secret)
         self.autograd_mode = self._settings.autograd_mode
         self._endpoint = Endpoint(store, name, rank, CALLS, self._settings)
         self._identity, self._dialer = self._endpoint.identity, self._endpoint.dialer
@@ -109,6 +113,7 @@ class Agent:
         self._lock = make_lock("agent")
         self._returns_due = False
         self._closed = False
+        self._expects_end = False
         self._loop = EventLoop()
         self._loop.on_pause = self._on_pause
         self._loop.activity.set_limit(self._settings.spin_microseconds / 1e6, CROWDED)
@@ -409,7 +414,7 @@ class Agent:
             or self.context_cleanup.concerned_with(rank)
             or self.watch.concerned_with(rank)
         )
-        if not self._closed and rank != self._info.id and concerned:
+        if not self._closed and not self._expects_end and rank != self._info.id and concerned:
             self._failure_detector.suspect(rank)
 
     def look_now(self, rank: int, timeout: float | None) -> None:
@@ -487,6 +492,11 @@ class Agent:
             self.membership.leave()
         except RuntimeError as error:
             _log.info("%s: the store is gone already: %s", self._info.label, error)
+
+    def expect_end(self) -> None:
+        """All workers end now: whoever is lost has not died, and nobody is told."""
+        self.watch.close()
+        self._expects_end = True
 
     def shutdown(self, deadline: float | None = None) -> None:
         """Stop, once the answers to the gathers of other workers are sent. Takes less than a second if the deadline is

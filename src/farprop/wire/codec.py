@@ -21,7 +21,7 @@ import io
 import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -44,6 +44,7 @@ _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter
 _Pickler = pickle.Pickler
 _loads = pickle.loads
+_DEFINED = (FunctionType, type)
 _R = TypeVar("_R")
 
 # Class to reducer, for objects of exactly this class. A reducer returns what ``__reduce__`` would.
@@ -163,6 +164,19 @@ class _TabledPickler(_Tabled, _Pickler):
     reducer_override = _Tabled.reduce
 
 
+class _NoMainPickler(_FastPickler):
+    """Gives up at functions and classes of ``__main__``, so that cloudpickle sends them by value."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, _DEFINED) and obj.__module__ == "__main__":
+            raise pickle.PicklingError
+        return self.reduce(obj)
+
+
+class _NoMainPlacingPickler(_PlacingPickler):
+    reducer_override = _NoMainPickler.reducer_override
+
+
 _writing = _Writing()
 
 
@@ -184,11 +198,15 @@ def encode(obj: Any, graph: list[torch.Tensor] | None = None, place: Place | Non
     try:
         return _encode(_FastPickler if place is None else _PlacingPickler, obj, graph, place)
     except (pickle.PicklingError, AttributeError):
-        # No importable name. cloudpickle is imported only now: most programs never need it.
-        try:
-            return _encode(_cloud_pickler(place), obj, graph, place)
-        except pickle.PicklingError as error:
-            raise TypeError(f"can't send {type(obj).__name__}: {error}") from error
+        return _encode_with_cloudpickle(obj, graph, place)
+
+
+def encode_main_by_value(obj: Any, graph: list[torch.Tensor] | None = None, place: Place | None = None) -> Message:
+    """As ``encode``, but functions and classes of ``__main__`` travel by value: the receiver's is another one."""
+    try:
+        return _encode(_NoMainPickler if place is None else _NoMainPlacingPickler, obj, graph, place)
+    except (pickle.PicklingError, AttributeError):
+        return _encode_with_cloudpickle(obj, graph, place)
 
 
 def encode_with(reducers: Mapping[Any, Callable[[Any], Any]], obj: Any, begin: Callable[[], None]) -> bytes:
@@ -290,6 +308,14 @@ def _encode(
     if not large:
         return Message(file.getvalue(), [], None, 0, pickler.out_of_band)
     return Message(file.getvalue(), [b.raw() for b in large], (pickler.sent, large), 0, pickler.out_of_band)
+
+
+def _encode_with_cloudpickle(obj: Any, graph: list[torch.Tensor] | None, place: Place | None) -> Message:
+    """Encode an object that has no importable name. cloudpickle is imported only now: most programs never need it."""
+    try:
+        return _encode(_cloud_pickler(place), obj, graph, place)
+    except pickle.PicklingError as error:
+        raise TypeError(f"can't send {type(obj).__name__}: {error}") from error
 
 
 def _cloud_pickler(place: Place | None) -> Any:

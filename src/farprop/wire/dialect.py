@@ -1,8 +1,9 @@
-"""The set of codec functions that a worker uses: pickle, or data alone in a restricted job. Chosen in ``init_rpc``."""
+"""The set of codec functions that a worker uses: pickle, or data alone in a restricted job. Chosen when it joins."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -70,4 +71,12 @@ PICKLES = Dialect(
     decode_value=fast_codec.decode_value,
     encode_failure=remote_exceptions.encode_failure,
     decode_failure=remote_exceptions.decode_failure,
+)
+
+# For workers that a program starts and that have another ``__main__`` than it.
+PICKLES_MAIN_BY_VALUE = PICKLES._replace(
+    name_of=function_names.name_outside_main,
+    encode_call=partial(fast_codec.encode_call, encode=codec.encode_main_by_value),
+    encode_value=partial(fast_codec.encode_value, encode=codec.encode_main_by_value),
+    encode_failure=partial(remote_exceptions.encode_failure, encode=codec.encode_main_by_value),
 )

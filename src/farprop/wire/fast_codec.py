@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -162,8 +162,12 @@ def encode_call(
     kwargs: dict[str, Any],
     graph: list[torch.Tensor] | None = None,
     place: Place | None = None,
+    encode: Callable[..., Message] = encode,
 ) -> Message:
-    """Encode a call: ``(args, kwargs)``, or ``(function, args, kwargs)`` if the function has no importable name."""
+    """Encode a call: ``(args, kwargs)``, or ``(function, args, kwargs)`` if the function has no importable name.
+
+    ``encode`` encodes what does not fit the fast path.
+    """
     if function is not None:
         return encode((function, args, kwargs), graph, place)
     if not kwargs and place is None and len(args) <= _MAX_VALUES and _Tensor not in class_reducers:
@@ -186,7 +190,12 @@ def decode_call(
     return _loads(payload, buffers=buffers)  # type: ignore[no-any-return]
 
 
-def encode_value(value: Any, graph: list[torch.Tensor] | None = None, place: Place | None = None) -> Message:
+def encode_value(
+    value: Any,
+    graph: list[torch.Tensor] | None = None,
+    place: Place | None = None,
+    encode: Callable[..., Message] = encode,
+) -> Message:
     """Encode a function's result. Farprop's own methods may return a message that is encoded already."""
     if value is None:
         return Message(_NONE, [], None, FAST)

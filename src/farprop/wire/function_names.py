@@ -49,6 +49,12 @@ def name_of(function: Any) -> bytes | None:
     return name
 
 
+def name_outside_main(function: Any) -> bytes | None:
+    """As ``name_of``, for workers that have another ``__main__``: what is defined there has to be pickled."""
+    name = name_of(function)
+    return None if name is not None and name.startswith(b"__main__:") else name
+
+
 def shown_name(name: bytes, function: Any = None) -> str:
     """How error texts and logs show what is called. ``function`` is asked if it travels without a name."""
     if not name:

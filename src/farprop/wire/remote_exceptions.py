@@ -7,6 +7,7 @@ caller raises a ``RemoteError`` with the text that travels beside it.
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from farprop import _torch
@@ -29,7 +30,7 @@ class ScriptError(_torch.ScriptError, RuntimeError):  # type: ignore[misc]
     """The exception of a TorchScript function. Torch's own is no ``RuntimeError``, but its RPC raises one."""
 
 
-def encode_failure(error: BaseException, worker: str) -> Message:
+def encode_failure(error: BaseException, worker: str, encode: Callable[[Any], Message] = encode) -> Message:
     """Encode an exception so that the caller can raise it. ``worker`` is the name of this worker."""
     if type(error) is _torch.ScriptError:
         error = ScriptError(*error.args).with_traceback(error.__traceback__)

@@ -1,0 +1,83 @@
+"""What a process needs to know to join a pool, and how it joins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+import farprop.rpc as rpc
+from farprop.config import Settings
+from farprop.errors import RendezvousError, UsageError
+from farprop.rpc import api
+from farprop.rpc.agent import TensorPipeAgent
+from farprop.rpc.backend_registry import _start
+from farprop.rpc.options import TensorPipeRpcBackendOptions
+from farprop.runtime import agent_registry
+from farprop.runtime.agent_registry import current_agent
+
+DRIVER = "driver"
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """A worker of a pool: its name and rank, the store's address, and the pool's secret.
+
+    Whoever has the secret can run code as the user who started the pool.
+    """
+
+    name: str
+    rank: int
+    host: str
+    port: int
+    secret: str = field(repr=False)
+
+
+def join(spec: WorkerSpec, on_driver_ended: Callable[[], None], timeout: float = 60.0) -> None:
+    """Make this process a worker of a pool. When it returns, the driver can call this worker.
+
+    Args:
+        spec: which worker it is.
+        on_driver_ended: called once, on a thread of farprop's, when the driver has stopped the pool or has died. The
+            process should end then.
+        timeout: the seconds that the driver has to answer.
+
+    Raises:
+        RendezvousError: the driver can't be reached.
+        UsageError: this process is a worker already.
+    """
+    try:
+        store = dist.TCPStore(spec.host, spec.port, is_master=False, timeout=timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise RendezvousError(f"{spec.name} can't reach the driver at {spec.host}:{spec.port}: {error}") from error
+    _pool_ended.append(on_driver_ended)  # first: the driver may stop the pool at any time
+    enter(store, spec.name, spec.rank, spec.secret)
+    rpc.on_failure(DRIVER, lambda info, reason: _end_pool())
+
+
+_pool_ended: list[Callable[[], None]] = []
+
+
+def on_stopping() -> None:
+    """The driver calls this on each worker before it stops the pool."""
+    current_agent().expect_end()
+    _end_pool()
+
+
+def _end_pool() -> None:
+    while _pool_ended:
+        _pool_ended.pop()()
+
+
+def enter(store: dist.Store, name: str, rank: int, secret: str) -> None:
+    """Make this process a worker of the pool that has this store and this secret."""
+    if agent_registry.is_agent_set():
+        raise UsageError("This process is a worker already. Call farprop.rpc.shutdown first.")
+    if Settings.from_env().restricted:
+        raise UsageError("The workers of a pool run any function of its driver. Unset FARPROP_RESTRICTED.")
+    api._reset_gathers()
+    options = TensorPipeRpcBackendOptions(init_method=store)
+    agent = TensorPipeAgent(store, name, rank, None, options, {}, [], pool_secret=secret)
+    api._init_rpc_states(_start(agent))
