@@ -8,10 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from farprop.launch import local
-    from farprop.profiler import profile as profile
-
-    workers = local.workers
+    from farprop.launch.local import workers as workers
+    from farprop.profiler.profile import profile as profile
 
 __version__ = "0.1.0"
 

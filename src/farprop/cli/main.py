@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from farprop import __version__
-from farprop.cli import dashboard, inspection, trace
+from farprop.cli import dashboard, inspection, run, trace
 from farprop.errors import FarpropError, UsageError
 
 OK = 0
@@ -39,8 +39,9 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"farprop {__version__}")
+    parser.add_argument("--debug", action="store_true", help="stack traces of errors, and messages of libraries below")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (inspection, dashboard, trace):
+    for module in (run, inspection, dashboard, trace):
         module.add(commands)
     return parser
 
@@ -66,5 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except FarpropError as error:
+        if arguments.debug:
+            raise
         print(f"farprop: {error}", file=sys.stderr)
         return USAGE if isinstance(error, UsageError) else INCOMPLETE

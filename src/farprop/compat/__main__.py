@@ -7,17 +7,14 @@ gets a spec that names ``farprop.compat._child``. That module calls ``install()`
 finds through an environment variable. Nothing of multiprocessing is patched, and it works for grandchildren, too.
 """
 
-import importlib.abc
 import importlib.machinery
-import importlib.util
-import io
 import os
 import runpy
 import sys
-import types
 from typing import Any, Final
 
 from farprop.compat import install
+from farprop.program import load_module, load_script, run_as_main
 
 USAGE = """\
 usage: python -m farprop.compat script.py [argument ...]
@@ -35,39 +32,27 @@ _CHILD: Final = "farprop.compat._child"
 class _MainSpec(importlib.machinery.ModuleSpec):
     """Names the child's module, and keeps the program's own package for its relative imports."""
 
-    def __init__(self, package: str) -> None:
+    def __init__(self, package: str | None) -> None:
         super().__init__(_CHILD, None)
         self._package = package
 
     @property
-    def parent(self) -> str:
+    def parent(self) -> str | None:
         return self._package
 
 
 def run_script(path: str, arguments: list[str]) -> None:
     """Do what ``python path arguments...`` does."""
-    with io.open_code(path) as file:
-        code = compile(file.read(), path, "exec")
+    code = load_script(path, arguments)
     os.environ[VARIABLE] = "path:" + os.path.abspath(path)
-    sys.argv = [path, *arguments]
-    if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.abspath(path))
-    _run(code, path, package=None)
+    run_as_main(code, path, _MainSpec(None))
 
 
 def run_module(name: str, arguments: list[str]) -> None:
     """Do what ``python -m name arguments...`` does."""
-    spec = importlib.util.find_spec(name)
-    if spec is not None and spec.submodule_search_locations is not None:
-        name += ".__main__"
-        spec = importlib.util.find_spec(name)
-    loader = spec.loader if spec is not None else None
-    code = loader.get_code(name) if isinstance(loader, importlib.abc.InspectLoader) else None
-    if spec is None or spec.origin is None or code is None:
-        raise ImportError(f"no module named {name} that can be run")
-    os.environ[VARIABLE] = "module:" + name
-    sys.argv = [spec.origin, *arguments]
-    _run(code, spec.origin, package=spec.parent or "")
+    code, spec = load_module(name, arguments)
+    os.environ[VARIABLE] = "module:" + spec.name
+    run_as_main(code, sys.argv[0], _MainSpec(spec.parent or ""))
 
 
 def run_again() -> dict[str, Any]:
@@ -82,20 +67,6 @@ def run_again() -> dict[str, Any]:
         names = runpy.run_module(name, run_name="__mp_main__", alter_sys=True)
     # The child keeps its own __spec__, which its own children need.
     return {key: value for key, value in names.items() if not (key.startswith("__") and key.endswith("__"))}
-
-
-def _run(code: types.CodeType, path: str, package: str | None) -> None:
-    main = types.ModuleType("__main__")
-    vars(main).update(
-        __file__=path,
-        __package__=package,
-        __builtins__=__builtins__,
-        __cached__=None,
-        __spec__=_MainSpec(package or ""),
-    )
-    # multiprocessing registered farprop's own main module under the second name when it was imported.
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
-    exec(code, vars(main))
 
 
 def main(arguments: list[str]) -> int:

@@ -8,18 +8,66 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
+from typing import Any, cast
 
 from farprop.errors import UsageError
 from farprop.launch import local_worker
-from farprop.launch.output import OutputRelay
+from farprop.launch.output import Output
 from farprop.launch.pool import WorkerPool
 from farprop.launch.spec import WorkerSpec
 
 _LOOK_SECONDS = 0.01
 _OUTPUT_SECONDS = 1.0  # that the last output of a process may take
+_TAIL_LINES = 20
+
+
+class _CurrentStream:
+    """``sys.stdout`` or ``sys.stderr``, as it is when something is written: a notebook shows that in the cell that runs.
+
+    The stream may be None, or raise anything. Workers must not stand still because of that.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def write(self, text: str) -> None:
+        with suppress(Exception):
+            getattr(sys, self._name).write(text)
+
+    def flush(self) -> None:
+        with suppress(Exception):
+            getattr(sys, self._name).flush()
+
+
+class _Tail:
+    """The last output of a worker, both streams together. It is given all of it, and closed by each stream."""
+
+    def __init__(self, on_closed: Callable[[], None]) -> None:
+        self._chunks: deque[bytes] = deque(maxlen=2 * _TAIL_LINES)
+        self._on_closed = on_closed
+        self._open = 2
+
+    def write(self, chunk: bytes) -> None:
+        self._chunks.append(chunk)
+
+    def close(self) -> None:
+        self._open -= 1
+        if not self._open:
+            self._on_closed()
+
+    def lines(self) -> list[str]:
+        return b"".join(self._chunks).decode(errors="replace").splitlines()[-_TAIL_LINES:]
+
+    def wait_until_closed(self, seconds: float) -> None:
+        """Wait for the output of a worker that has ended. Its children may have the pipes."""
+        end = time.monotonic() + seconds
+        while self._open and time.monotonic() < end:
+            time.sleep(_LOOK_SECONDS)
 
 
 class LocalWorkers(WorkerPool):
@@ -28,7 +76,8 @@ class LocalWorkers(WorkerPool):
     def __init__(self, count: int, timeout: float) -> None:
         super().__init__(count, timeout)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._output = OutputRelay(self._on_output_ended)
+        self._tails: dict[str, _Tail] = {}
+        self._output: Output | None = None
 
     def _start_processes(self, specs: Sequence[WorkerSpec]) -> None:
         if not sys.executable:
@@ -36,28 +85,37 @@ class LocalWorkers(WorkerPool):
         environment = dict(os.environ)
         # As many threads in all as there are cores. Otherwise each worker would take all of them for its operators.
         environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // len(specs))))
-        try:
-            for spec in specs:
-                process = self._processes[spec.name] = subprocess.Popen(
-                    # The name is for those who look at the processes. The worker learns all else from the pipe.
-                    [sys.executable, "-P", local_worker.__file__, spec.name],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    env=environment,
-                    start_new_session=True,  # Ctrl-C in the terminal is for the driver alone
-                )
-                assert process.stdout is not None
-                assert process.stderr is not None
-                self._output.add(spec.name, process.stdout, process.stderr)
-        finally:
-            self._output.start()
+        self._output = Output(colours=False)
+        for index, spec in enumerate(specs):
+            self._start_process(self._output, index, spec, environment)
         for spec in specs:
             pipe = self._processes[spec.name].stdin
             assert pipe is not None
             with suppress(BrokenPipeError):  # it has ended, and its output says why
                 pipe.write(json.dumps({"spec": asdict(spec), "path": sys.path}).encode() + b"\n")
                 pipe.flush()
+
+    def _start_process(self, output: Output, index: int, spec: WorkerSpec, environment: dict[str, str]) -> None:
+        tail = self._tails[spec.name] = _Tail(partial(self._on_output_ended, spec.name))
+        writers = []
+        try:
+            for name in ("stdout", "stderr"):
+                reader, writer = os.pipe()
+                os.set_blocking(reader, False)
+                writers.append(writer)
+                output.add(reader, index, cast(Any, _CurrentStream(name)), cast(Any, tail))
+            self._processes[spec.name] = subprocess.Popen(
+                # The name is for those who look at the processes. The worker learns all else from its input.
+                [sys.executable, "-P", local_worker.__file__, spec.name],
+                stdin=subprocess.PIPE,
+                stdout=writers[0],
+                stderr=writers[1],
+                env=environment,
+                start_new_session=True,  # Ctrl-C in the terminal is for the driver alone
+            )
+        finally:
+            for writer in writers:
+                os.close(writer)
 
     def _end_processes(self) -> None:
         processes = self._processes.values()
@@ -73,35 +131,33 @@ class LocalWorkers(WorkerPool):
                         os.killpg(process.pid, signal.SIGKILL)  # it is the leader of its group
                         process.wait()
             self._hurry.wait(_LOOK_SECONDS)
-        self._output.close(_OUTPUT_SECONDS)
-        for process in processes:
-            assert process.stdout is not None
-            assert process.stderr is not None
-            process.stdout.close()
-            process.stderr.close()
+        if self._output is not None:
+            self._output.finish()
 
     def _ended(self) -> dict[str, str]:
         return {
             name: self._how_ended(name, code)
-            for name, process in list(self._processes.items())
+            for name, process in self._processes.copy().items()
             if (code := process.poll()) is not None
         }
 
     def _how_ended(self, name: str, code: int) -> str:
-        self._output.wait_for_end(name, _OUTPUT_SECONDS)
-        tail = self._output.tail(name)
-        return f"{_shown(code)}. Its last output:\n" + "\n".join(tail) if tail else f"{_shown(code)}, without output."
+        tail = self._tails[name]
+        tail.wait_until_closed(_OUTPUT_SECONDS)
+        lines = tail.lines()
+        return f"{_shown(code)}. Its last output:\n" + "\n".join(lines) if lines else f"{_shown(code)}, without output."
 
     def _on_answered(self) -> None:
-        self._output.settle()
+        if self._output is not None and self._stopping.ident is None:
+            self._output.settle()
 
     def _on_output_ended(self, name: str) -> None:
-        """A worker has died. Calls to it fail, and its user should know why."""
-        if self._agent is None or self._starting.is_alive() or self._stopping.ident is not None:
+        """A worker has died, unless the pool starts or stops. Calls to it fail, and its user should know why."""
+        if self._starting.is_alive() or self._stopping.ident is not None:
             return
         with suppress(subprocess.TimeoutExpired):
             code = self._processes[name].wait(_OUTPUT_SECONDS)
-            print(f"farprop: {name} {_shown(code)}.", file=sys.stderr, flush=True)
+            _CurrentStream("stderr").write(f"farprop: {name} {_shown(code)}.\n")
 
 
 def _shown(code: int) -> str:

@@ -1,150 +1,119 @@
-"""The output of workers, line by line in the output of the driver, behind the worker's name."""
+"""The output of workers that were started here: read as it comes, and shown line by line, with the worker's name."""
 
 from __future__ import annotations
 
+import codecs
 import os
 import selectors
-import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from typing import IO, Any
+from typing import IO, TextIO
 
-_TAIL_LINES = 20
-_CHUNK = 1 << 16  # as much as a pipe holds
-_LONGEST_LINE = 1 << 16
+_CHUNK = 1 << 16
+_MOST_CHUNKS_LEFT = 16  # as much as a pipe can hold: a process that outlives its worker may write for ever
 _SETTLE_SECONDS = 1.0
 _PAUSE = 0.001
+_COLOURS = ("36", "33", "32", "35", "34", "31")
 
 
-class _Stream:
-    """One output stream of a worker. ``target`` is the name of the driver's stream in ``sys``."""
+class Stream:
+    """One pipe of a worker's."""
 
-    def __init__(self, worker: str, target: str, pipe: IO[bytes]) -> None:
-        self.worker = worker
-        self.target = target
-        self.pipe = pipe
-        self._rest = b""
+    def __init__(self, descriptor: int, prefix: str, shown_on: TextIO, log: IO[bytes] | None) -> None:
+        self.descriptor = descriptor
+        self._prefix = prefix
+        self._shown_on = shown_on
+        self._log = log
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._line = ""
 
-    def read(self) -> tuple[list[str], bool]:
-        """Read what is there; returns the complete lines, and whether this is the end."""
-        data = os.read(self.pipe.fileno(), _CHUNK)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if self._rest and (not data or len(self._rest) > _LONGEST_LINE):
-            lines.append(self._rest)
-            self._rest = b""
-        return [_as_seen(line) for line in lines], not data
+    def read(self) -> bool:
+        """Read some of what is there and show its whole lines; False if there is nothing, or at the end."""
+        try:
+            chunk = os.read(self.descriptor, _CHUNK)
+        except BlockingIOError:
+            return False
+        if self._log is not None:
+            with suppress(OSError):  # a full disk must not end the job
+                self._log.write(chunk)
+        *lines, self._line = (self._line + self._decoder.decode(chunk)).split("\n")
+        self._show(lines)
+        return bool(chunk)
+
+    def close(self) -> None:
+        """Show the rest, also without an end of line."""
+        for _ in range(_MOST_CHUNKS_LEFT):
+            if not self.read():
+                break
+        rest = self._line + self._decoder.decode(b"", final=True)
+        if rest:
+            self._show([rest])
+        os.close(self.descriptor)
+        if self._log is not None:
+            with suppress(OSError):
+                self._log.close()
+
+    def _show(self, lines: list[str]) -> None:
+        if not lines:
+            return
+        # Of a progress bar, which is drawn again and again on one line, only the last state.
+        text = "".join(f"{self._prefix}{line.rstrip(chr(13)).rpartition(chr(13))[2]}\n" for line in lines)
+        with suppress(OSError, ValueError):  # whoever read our output has gone: the job goes on
+            self._shown_on.write(text)
+            self._shown_on.flush()
 
 
-class OutputRelay:
-    """Reads the output of workers on a thread, until its end, and writes it to ``sys.stdout`` and ``sys.stderr``.
+class Output:
+    """Shows what workers write. A thread of its own reads their pipes, so that no worker waits for the launcher."""
 
-    Args:
-        on_end: called with the name of a worker whose output has ended, on the thread.
-    """
-
-    def __init__(self, on_end: Callable[[str], None]) -> None:
-        self._on_end = on_end
+    def __init__(self, colours: bool) -> None:
+        self._colours = colours
+        self._is_reading = False
+        self._rounds = 0
         self._selector = selectors.DefaultSelector()
-        self._open: dict[str, int] = {}  # how many streams of each worker have not ended
-        self._tails: dict[str, list[str]] = {}
-        self._is_busy = False
-        self._passes = 0
-        self._wake = -1
-        self._stops = False
-        self._thread = threading.Thread(target=self._run, name="farprop-output", daemon=True)
-
-    def add(self, worker: str, stdout: IO[bytes], stderr: IO[bytes]) -> None:
-        """Relay the output of a worker. Call it before ``start``."""
-        self._tails[worker] = []
-        self._open[worker] = 2
-        for target, pipe in (("stdout", stdout), ("stderr", stderr)):
-            self._selector.register(pipe, selectors.EVENT_READ, _Stream(worker, target, pipe))
-
-    def start(self) -> None:
-        self._wake = os.eventfd(0)
-        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._wake_up, self._woken = os.pipe()
+        self._selector.register(self._wake_up, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._read, name="farprop-output", daemon=True)
         self._thread.start()
 
-    def tail(self, worker: str) -> list[str]:
-        """The last lines of a worker's output."""
-        return self._tails.get(worker, [])
-
-    def wait_for_end(self, worker: str, seconds: float) -> None:
-        """Wait until a worker that has ended has no output left."""
-        end = time.monotonic() + seconds
-        while self._open.get(worker) and time.monotonic() < end:
-            time.sleep(_PAUSE)
+    def add(self, descriptor: int, rank: int, shown_on: TextIO, log: IO[bytes] | None = None) -> None:
+        """Show what can be read from a descriptor, which must not block, as the output of a worker."""
+        prefix = f"worker{rank} | "
+        if self._colours:
+            prefix = f"\033[{_COLOURS[rank % len(_COLOURS)]}m{prefix}\033[0m"
+        self._selector.register(descriptor, selectors.EVENT_READ, Stream(descriptor, prefix, shown_on, log))
 
     def settle(self) -> None:
-        """Wait until what the workers have written so far is written here."""
-        if not self._is_unsettled():
-            return
+        """Wait until what workers have written so far is shown, for a second at most."""
         end = time.monotonic() + _SETTLE_SECONDS
-        passes = self._passes + 2  # the one that is under way, and a whole one after it
-        while self._passes < passes and self._is_unsettled() and time.monotonic() < end:
+        rounds = self._rounds + 2  # the one that is under way, and a whole one after it
+        # In this order: the thread says that it reads before it does.
+        while self._selector.select(0) or self._is_reading:
+            if self._rounds >= rounds or time.monotonic() > end:
+                return
             time.sleep(_PAUSE)
 
-    def close(self, seconds: float) -> None:
-        """Stop reading: at the end of all output, or after this time, if children of the workers have the pipes."""
-        if self._wake < 0:
-            self._selector.close()
-            return
-        self._thread.join(seconds)
-        self._stops = True
-        os.eventfd_write(self._wake, 1)
+    def finish(self) -> None:
+        """Show what is left; all workers have ended."""
+        os.close(self._woken)
         self._thread.join()
-        self._selector.close()
-        os.close(self._wake)
 
-    def _is_unsettled(self) -> bool:
-        # In this order: whoever reads is busy before it reads.
-        return bool(self._open and self._looks_readable()) or self._is_busy
-
-    def _looks_readable(self) -> bool:
-        try:
-            return bool(self._selector.select(0))
-        except (OSError, ValueError, RuntimeError):
-            return False  # the thread has just closed it
-
-    def _run(self) -> None:
-        while self._open and not self._stops:
+    def _read(self) -> None:
+        is_open = True
+        while is_open:
             ready = self._selector.select()
-            self._is_busy = True
-            ended = [stream for key, _ in ready if (stream := key.data) is not None and self._relay(stream)]
-            self._is_busy = False
-            self._passes += 1
-            for stream in ended:
-                self._forget(stream)
-
-    def _relay(self, stream: _Stream) -> bool:
-        """Write what a stream has; returns whether it has ended."""
-        lines, is_end = stream.read()
-        if lines:
-            worker = stream.worker
-            self._tails[worker] = [*self._tails[worker], *lines][-_TAIL_LINES:]
-            _write(stream.target, "".join(f"[{worker}] {line}\n" for line in lines))
-        return is_end
-
-    def _forget(self, stream: _Stream) -> None:
-        self._selector.unregister(stream.pipe)
-        left = self._open[stream.worker] - 1
-        if left:
-            self._open[stream.worker] = left
-        else:
-            del self._open[stream.worker]
-            self._on_end(stream.worker)
-
-
-def _write(target: str, text: str) -> None:
-    """Write to the stream that the program has now. A notebook shows what threads write in the cell that runs."""
-    stream: Any = getattr(sys, target)
-    with suppress(Exception):  # it may be closed or None: the workers must not stand still because of that
-        stream.write(text)
-        stream.flush()
-
-
-def _as_seen(line: bytes) -> str:
-    """A line as a terminal shows it: what a carriage return has overwritten is gone."""
-    return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+            self._is_reading = True
+            for key, _ in ready:
+                if key.data is None:
+                    is_open = False
+                elif not key.data.read():
+                    self._selector.unregister(key.fd)
+                    key.data.close()
+            self._rounds += 1
+            self._is_reading = False
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                key.data.close()
+        self._selector.close()
+        os.close(self._wake_up)

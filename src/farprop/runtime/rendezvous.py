@@ -8,6 +8,7 @@ when it looks for a member.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import secrets
 import time
@@ -98,6 +99,75 @@ def agree(store: dist.Store, name: str, value: str) -> str:
     return _Store(store).set_first(name, value).decode(errors="replace")
 
 
+_INIT_RPC = "init_rpc"
+_MORE_TIME = "a larger rpc_timeout in the options"
+
+
+def store_of_attempt(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout: float,
+    call: str = _INIT_RPC,
+    more_time: str = _MORE_TIME,
+) -> dist.Store:
+    """The part of a store for this start of the job, where a launcher's store outlives the workers.
+
+    Torch's elastic agent starts all workers again if one fails, with the same store, and what the workers of the last
+    attempt have written is still there. So rank 0 names each attempt, and the others say in it that they are there;
+    it is the current one if rank 0 has seen them. A worker that finds an old attempt waits for the next one. The agent
+    starts no worker before those of the last attempt have ended.
+
+    Args:
+        store: the launcher's store, or a part of it.
+        rank: the rank of this worker.
+        world_size: the number of workers.
+        timeout: seconds to wait for the other workers.
+        call: as for :func:`meet`.
+        more_time: as for :func:`meet`.
+
+    Raises:
+        RendezvousError: not all workers came in time.
+    """
+    found = _Store(store)
+    own = secrets.token_hex(8)
+    deadline = time.monotonic() + timeout
+    attempt = ""
+    if rank == 0:
+        attempt = own
+        found.set("attempt", attempt)
+        others = {other: f"{attempt}/{other}" for other in range(1, world_size)}
+        if not _await(lambda: found.has(list(others.values())), deadline):
+            raise RendezvousError(_missing(found, others, world_size, timeout, call, more_time))
+        found.set(f"{attempt}/all", " ".join(found.get(name).decode(errors="replace") for name in others.values()))
+        return dist.PrefixStore(attempt, store)
+
+    def is_current() -> bool:
+        nonlocal attempt
+        named = found.get("attempt").decode(errors="replace") if found.has(["attempt"]) else ""
+        if named and named != attempt:
+            attempt = named
+            found.set(f"{attempt}/{rank}", own)
+        seen = f"{attempt}/all"
+        return bool(attempt) and found.has([seen]) and own in found.get(seen).decode(errors="replace").split()
+
+    if not _await(is_current, deadline + 1.0):  # rank 0 raises first
+        places = {other: f"{attempt}/{other}" for other in range(1, world_size)} if attempt else {0: "attempt"}
+        raise RendezvousError(_missing(found, places, world_size, timeout, call, more_time))
+    return dist.PrefixStore(attempt, store)
+
+
+def is_launchers(store: Any) -> bool:
+    """Whether a store is that of torch's elastic agent, which the workers of all attempts use."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return (
+        isinstance(store, dist.TCPStore)
+        and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        and str(store.port) == os.environ.get("MASTER_PORT")
+    )
+
+
 def host_of(store: Any) -> str | None:
     """The host that runs a store's server, as this process knows it; None for stores without one, such as files."""
     while isinstance(store, dist.PrefixStore):
@@ -110,8 +180,8 @@ def meet(
     keys: Keys,
     own: Entry,
     timeout: float,
-    call: str = "init_rpc",
-    more_time: str = "a larger rpc_timeout in the options",
+    call: str = _INIT_RPC,
+    more_time: str = _MORE_TIME,
 ) -> list[Entry]:
     """Join a static group.
 
@@ -134,10 +204,11 @@ def meet(
         raise RendezvousError(f"{MIXED} Pass world_size on all workers or on none.")
     _claim(store, keys, f"claim/{own.rank}", own, f"Rank {own.rank} is taken already")
     deadline = time.monotonic() + timeout
-    store.set(f"worker/{own.rank}", keys.sign(f"worker/{own.rank}", own.to_json()))
+    places = {rank: f"worker/{rank}" for rank in range(own.world_size)}
+    store.set(places[own.rank], keys.sign(places[own.rank], own.to_json()))
     if own.rank == 0:
         entries = [own]
-        names = [f"worker/{rank}" for rank in range(1, own.world_size)]
+        names = list(places.values())[1:]
         if _await(lambda: store.has(names), deadline):
             try:
                 entries += [_read_entry(store, keys, own, name) for name in names]
@@ -145,10 +216,10 @@ def meet(
             except RendezvousError as error:
                 problem = str(error)
         else:
-            problem = _missing(store, own.world_size, timeout, call, more_time)
+            problem = _missing(store, places, own.world_size, timeout, call, more_time)
         store.set("decision", keys.sign("decision", decision_to_json(entries, problem)))
     elif not _await(lambda: store.has(["decision"]), deadline + 1.0):
-        raise RendezvousError(_missing(store, own.world_size, timeout, call, more_time))
+        raise RendezvousError(_missing(store, places, own.world_size, timeout, call, more_time))
     try:
         return _read_decision(store, keys, own)
     finally:
@@ -376,8 +447,9 @@ def _whose(holder: Entry) -> str:
     return f"by a process on {host} (pid {holder.pid})"
 
 
-def _missing(store: _Store, world_size: int, timeout: float, call: str, more_time: str) -> str:
-    absent = [rank for rank in range(world_size) if not store.has([f"worker/{rank}"])]
+def _missing(store: _Store, places: dict[int, str], world_size: int, timeout: float, call: str, more_time: str) -> str:
+    """Who has not come: whose key is not set."""
+    absent = [rank for rank, place in places.items() if not store.has([place])]
     if not absent:
         return f"All {world_size} workers came, but rank 0 did not answer within {timeout:.0f} s."
     ranks = ", ".join(map(str, absent))

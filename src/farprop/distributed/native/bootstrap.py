@@ -64,6 +64,10 @@ def connect_group(store: dist.Store, rank: int, size: int, settings: Settings, t
         AuthenticationError: a rank has another secret.
     """
     deadline = time.monotonic() + timeout
+    call, more_time = "init_process_group or new_group", "a larger timeout"
+    if rendezvous.is_launchers(store):
+        store = rendezvous.store_of_attempt(store, rank, size, timeout, call, more_time)
+        timeout = max(0.0, deadline - time.monotonic())
     can_share = IS_SUPPORTED and _can_make_memory(arena_bytes(size))
     endpoint = Endpoint(store, f"rank{rank}", rank, GROUP, settings, can_share)
     # Ranks share memory if they are in one network namespace, and the settings don't say that they are not.
@@ -71,9 +75,7 @@ def connect_group(store: dist.Store, rank: int, size: int, settings: Settings, t
     listeners = endpoint.listen(rendezvous.host_of(store) or os.environ.get("MASTER_ADDR") or "localhost")
     try:
         own = endpoint.entry(size)
-        entries = rendezvous.meet(
-            store, endpoint.keys, own, timeout, "init_process_group or new_group", "a larger timeout"
-        )
+        entries = rendezvous.meet(store, endpoint.keys, own, timeout, call, more_time)
         endpoint.on_all_joined()
     except BaseException:
         endpoint.secret.remove_file()
