@@ -27,7 +27,7 @@ _TAIL_LINES = 20
 
 
 class _CurrentStream:
-    """``sys.stdout`` or ``sys.stderr``, as it is when something is written: a notebook shows that in the cell that runs.
+    """``sys.stdout`` or ``sys.stderr``, as it is when something is written. In a notebook the running cell shows it.
 
     The stream may be None, or raise anything. Workers must not stand still because of that.
     """
@@ -148,12 +148,13 @@ class LocalWorkers(WorkerPool):
         return f"{_shown(code)}. Its last output:\n" + "\n".join(lines) if lines else f"{_shown(code)}, without output."
 
     def _on_answered(self) -> None:
-        if self._output is not None and self._stopping.ident is None:
-            self._output.settle()
+        if self._output is not None and not self._stopping.has_begun:
+            with suppress(ValueError):  # another thread has just stopped the pool
+                self._output.settle()
 
     def _on_output_ended(self, name: str) -> None:
         """A worker has died, unless the pool starts or stops. Calls to it fail, and its user should know why."""
-        if self._starting.is_alive() or self._stopping.ident is not None:
+        if self._stopping.has_begun or not self._starting.has_ended:
             return
         with suppress(subprocess.TimeoutExpired):
             code = self._processes[name].wait(_OUTPUT_SECONDS)

@@ -168,6 +168,8 @@ class _Step(threading.Thread):
     def __init__(self, name: str, step: Callable[[], None]) -> None:
         super().__init__(name=name, daemon=True)
         self._step = [step]
+        self._is_under_way = threading.Lock()  # held until it has ended
+        self._is_under_way.acquire()
         self.error: BaseException | None = None
 
     def run(self) -> None:
@@ -179,6 +181,21 @@ class _Step(threading.Thread):
             step()
         except BaseException as error:
             self.error = error
+        finally:
+            self._is_under_way.release()
+
+    @property
+    def has_begun(self) -> bool:
+        return self.ident is not None
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._is_under_way.locked()
+
+    def wait(self) -> None:
+        """Wait for its end. After an interrupted ``join`` some versions of Python take the thread for ended."""
+        with self._is_under_way:
+            pass
 
 
 class WorkerPool(ABC):
@@ -290,11 +307,11 @@ class WorkerPool(ABC):
         try:
             with suppress(RuntimeError):  # it was started before
                 step.start()
-            step.join()
+            step.wait()
         except BaseException:
             self._hurry.set()
-            if step.is_alive():
-                step.join()
+            if step.has_begun:
+                step.wait()
             raise
         if step.error is not None:
             raise step.error
@@ -329,9 +346,9 @@ class WorkerPool(ABC):
             self._hurry.wait(_LOOK_SECONDS)
 
     def _tear_down(self) -> None:
-        if self._starting.is_alive():  # the program was interrupted twice, or another thread stops the pool
+        if self._starting.has_begun and not self._starting.has_ended:  # another thread stops the pool, for example
             self._hurry.set()
-            self._starting.join()
+            self._starting.wait()
         try:
             if self._agent is not None and agent_registry.installed is self._agent:
                 self._agent.expect_end()
@@ -339,7 +356,7 @@ class WorkerPool(ABC):
                 rpc.shutdown(graceful=False)
         finally:
             self._end_processes()
-            self._store = None
+            self._agent = self._store = None
 
     def _running_agent(self) -> Agent:
         agent = self._agent
