@@ -25,7 +25,7 @@ PACKAGES = [
 
 def main() -> int:
     try:
-        python = venvs.python_with(ROOT / "build" / "clusters", PACKAGES)
+        python = venvs.python_with(ROOT / "build" / "clusters" / "ray", PACKAGES)
     except BenchError as error:
         print(f"clusters: {error}", file=sys.stderr)
         return 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +20,11 @@ from ray.cluster_utils import Cluster
 
 import farprop.launch.ray
 import farprop.rpc as rpc
-from farprop.errors import ConnectionLostError, FarpropError, ReferenceLostError, RendezvousError, UsageError
+from farprop.errors import ConnectionLostError, RendezvousError, UsageError
 from tests.clusters.split_model import CHECKPOINT_STEPS, Training, train_alone
 
 pytestmark = pytest.mark.timeout(600)
+ROOT = Path(__file__).parents[2]
 WORKERS = 6
 STEPS = 30
 # Not 127.0.0.1: Ray replaces it by an address that others reach.
@@ -55,7 +58,7 @@ def _wait_for(what: Callable[[], Any], seconds: float = 60) -> None:
 
 
 def test_training_goes_on_after_the_loss_of_a_node(cluster: Cluster) -> None:
-    errors: list[FarpropError] = []
+    errors: list[ConnectionLostError] = []
     with farprop.launch.ray.workers(WORKERS, max_restarts=-1) as pool:
         before = [worker.call(_node_id) for worker in pool]
         assert sorted(Counter(before).values()) == [2, 2, 2]
@@ -69,7 +72,7 @@ def test_training_goes_on_after_the_loss_of_a_node(cluster: Cluster) -> None:
         while len(training.losses) < STEPS:
             try:
                 training.run(STEPS, kill_a_node)
-            except (ConnectionLostError, ReferenceLostError) as error:
+            except ConnectionLostError as error:
                 errors.append(error)
                 assert training.step >= 2 * CHECKPOINT_STEPS
                 pool.wait_until_up()
@@ -106,6 +109,16 @@ def test_no_room(cluster: Cluster) -> None:
     with pytest.raises(RendezvousError, match="(?s)worker0 has ended for good.*FARPROP_RESTRICTED"):
         farprop.launch.ray.workers(1, runtime_env={"env_vars": {"FARPROP_RESTRICTED": "1"}}).start()
     _wait_for(lambda: ray.available_resources().get("CPU") == 9)
+
+
+def test_the_page(cluster: Cluster, tmp_path: Path) -> None:
+    (text,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "ray.md").read_text(), re.MULTILINE | re.DOTALL)
+    script = tmp_path / "script.py"
+    joined = f'ray.init(address="{cluster.address}", log_to_driver=False, _node_ip_address="{HOSTS[0]}")'
+    script.write_text(text.replace("ray.init()", joined))
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == re.findall(r"print\(.*\)  # (.+)$", text, re.MULTILINE)
 
 
 _DRIVER = """
