@@ -227,18 +227,24 @@ def _resize(rank: int) -> None:
 TORCHRUN = "torchrun --standalone --nproc-per-node 2"
 
 
-@pytest.mark.parametrize("command", ["quickstart.py", "-m farprop.compat script.py"])
-def test_torchrun(command: str, tmp_path: Path) -> None:
-    assert f"\n{TORCHRUN} {command}\n" in README
+def test_quick_start(tmp_path: Path) -> None:
+    assert "\nfarprop run -n 2 quickstart.py\n" in README
     block = _blocks("README.md")[0]
-    *options, script = command.split()
-    text = block.text
-    if options:
-        text = text.replace("import farprop.rpc as rpc", "import torch.distributed.rpc as rpc")
-        text += '\nassert rpc.__name__ == "farprop.rpc"\n'
-    (tmp_path / script).write_text(text)
+    script = tmp_path / "quickstart.py"
+    script.write_text(block.text)
+    lines = _output([sys.executable, "-m", "farprop", "run", "-n", "2", str(script)]).splitlines()
+    assert lines == [f"worker0 | {line}" for line in block.promised()]
+    assert all(f"`{line}`" in README for line in lines)
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    assert f"\n{TORCHRUN} -m farprop.compat script.py\n" in README
+    block = _blocks("README.md")[0]
+    text = block.text.replace("import farprop.rpc as rpc", "import torch.distributed.rpc as rpc")
+    text += '\nassert rpc.__name__ == "farprop.rpc"\n'
+    (tmp_path / "script.py").write_text(text)
     torchrun = [sys.executable, "-m", "torch.distributed.run", *TORCHRUN.split()[1:]]
-    assert _output([*torchrun, *options, str(tmp_path / script)]).splitlines() == block.promised()
+    assert _output([*torchrun, "-m", "farprop.compat", str(tmp_path / "script.py")]).splitlines() == block.promised()
 
 
 def test_make_commands_exist() -> None:

@@ -39,18 +39,21 @@ def load_module(name: str, arguments: list[str]) -> tuple[types.CodeType, import
     return code, spec
 
 
-def run_as_main(code: types.CodeType, path: str, spec: importlib.machinery.ModuleSpec | None) -> None:
+def run_as_main(
+    code: types.CodeType, path: str, package: str | None, spec: importlib.machinery.ModuleSpec | None
+) -> None:
     """Run a program's code as ``__main__``.
 
     Args:
         code: the code.
         path: its file.
+        package: the module's package, None for a script.
         spec: the module's spec, None for a script. Multiprocessing looks at it to find the program again in a child.
     """
     main = types.ModuleType("__main__")
     vars(main).update(
         __file__=path,
-        __package__=None if spec is None else spec.parent,
+        __package__=package,
         __builtins__=__builtins__,
         __cached__=None,
         __spec__=spec,

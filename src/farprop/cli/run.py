@@ -103,9 +103,9 @@ def _options(arguments: argparse.Namespace) -> list[str]:
     endpoint = given.get("rdzv_endpoint") or os.environ.get("PET_RDZV_ENDPOINT")
     master = given.get("master_addr") or os.environ.get("PET_MASTER_ADDR")
     options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    if endpoint and "PET_RDZV_BACKEND" not in os.environ:
-        options.append("--rdzv-backend=c10d")
-    elif not endpoint and not master:
+    if endpoint or not master:
+        options.append("--rdzv-backend=farprop")  # c10d's, with signatures
+    if not endpoint and not master:
         if nodes != "1":
             raise UsageError(
                 f"--nnodes {nodes} needs a place where the hosts meet: --rdzv-endpoint HOST:PORT, the same on each of "

@@ -32,12 +32,12 @@ _CHILD: Final = "farprop.compat._child"
 class _MainSpec(importlib.machinery.ModuleSpec):
     """Names the child's module, and keeps the program's own package for its relative imports."""
 
-    def __init__(self, package: str | None) -> None:
+    def __init__(self, package: str) -> None:
         super().__init__(_CHILD, None)
         self._package = package
 
     @property
-    def parent(self) -> str | None:
+    def parent(self) -> str:
         return self._package
 
 
@@ -45,14 +45,15 @@ def run_script(path: str, arguments: list[str]) -> None:
     """Do what ``python path arguments...`` does."""
     code = load_script(path, arguments)
     os.environ[VARIABLE] = "path:" + os.path.abspath(path)
-    run_as_main(code, path, _MainSpec(None))
+    run_as_main(code, path, None, _MainSpec(""))
 
 
 def run_module(name: str, arguments: list[str]) -> None:
     """Do what ``python -m name arguments...`` does."""
     code, spec = load_module(name, arguments)
     os.environ[VARIABLE] = "module:" + spec.name
-    run_as_main(code, sys.argv[0], _MainSpec(spec.parent or ""))
+    package = spec.parent or ""
+    run_as_main(code, sys.argv[0], package, _MainSpec(package))
 
 
 def run_again() -> dict[str, Any]:

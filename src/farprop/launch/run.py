@@ -26,6 +26,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError as ElasticRendezvousError
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -34,6 +35,7 @@ from farprop.errors import RendezvousError, UsageError
 from farprop.launch.failures import report
 from farprop.launch.output import Output
 from farprop.launch.script import LAUNCHER
+from farprop.launch.signed_rendezvous import BACKEND, create_handler
 from farprop.rpc.launchers import DEFAULT_PORT
 from farprop.runtime.secret import check_settings
 from farprop.transport import sockets
@@ -63,7 +65,7 @@ def run(options: Sequence[str], program: Sequence[str], log_dir: str | None, col
     with ExitStack() as stack:
         directory = Path(tempfile.mkdtemp(prefix="farprop-run-"))
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        _set_secret(config.max_nodes, directory)
+        _set_secret(config.max_nodes)
         os.environ[LAUNCHER] = str(os.getpid())
         output = Output(colours)
         config.logs_specs = _Pipes(output, directory, log_dir)
@@ -100,11 +102,12 @@ def _silence(package: str) -> None:
 
 
 def _config(options: Sequence[str]) -> LaunchConfig:
+    rendezvous_handler_registry.register(BACKEND, create_handler)
     # The parser wants a program, and the rest of the job's description is all that is asked of it.
     arguments = torchrun.parse_args([*options, f"--log-dir={os.devnull}", "program"])
     if arguments.standalone:
-        arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_id = "c10d", "localhost:0", secrets.token_hex(8)
-    elif arguments.rdzv_endpoint:
+        arguments.rdzv_endpoint, arguments.rdzv_id = "localhost:0", secrets.token_hex(8)
+    elif arguments.rdzv_endpoint and arguments.rdzv_backend == BACKEND:
         _describe_host(arguments)
     elif arguments.master_port is None:
         arguments.master_port = DEFAULT_PORT
@@ -146,7 +149,7 @@ def _is_taken(address: str, port: int) -> bool:
     return False
 
 
-def _set_secret(nodes: int, directory: Path) -> None:
+def _set_secret(nodes: int) -> None:
     settings = Settings.from_env()
     check_settings(settings)
     if settings.secret or settings.secret_file or settings.insecure:
@@ -157,10 +160,7 @@ def _set_secret(nodes: int, directory: Path) -> None:
             f"them. Make one: {_MAKE_SECRET}, copy the file to every host, and pass --secret-file farprop.secret "
             "(or set FARPROP_SECRET_FILE)."
         )
-    path = directory / "secret"
-    path.touch(mode=0o600)
-    path.write_text(secrets.token_hex(32))
-    os.environ["FARPROP_SECRET_FILE"] = str(path)
+    os.environ["FARPROP_SECRET"] = secrets.token_hex(32)  # only this user's processes can read it there
 
 
 class _Pipes(LogsSpecs):

@@ -35,9 +35,9 @@ def main(arguments: list[str]) -> None:
     try:
         if as_module:
             code, spec = program.load_module(name, rest)
-            program.run_as_main(code, sys.argv[0], spec)
+            program.run_as_main(code, sys.argv[0], spec.parent, spec)
         else:
-            program.run_as_main(program.load_script(name, rest), name, None)
+            program.run_as_main(program.load_script(name, rest), name, None, None)
     except SystemExit as error:
         if error.code not in (None, 0):
             # Said now: the launcher may end this process, because another failed, before it has come to its end.

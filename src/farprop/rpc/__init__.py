@@ -83,7 +83,7 @@ from farprop.rpc.saved_rrefs import _disable_jit_rref_pickle, _enable_jit_rref_p
 from farprop.rpc.server_process_global_profiler import _server_process_global_profile
 from farprop.rpc.workers import on_failure, on_join, on_leave, wait_for_workers, workers
 from farprop.runtime.agent import meeting_seconds
-from farprop.runtime.rendezvous import is_launchers, store_of_attempt
+from farprop.runtime.rendezvous import attempt_of, is_launchers
 from farprop.runtime.secret import check_settings
 from farprop.runtime.watch import CallbackHandle
 
@@ -191,7 +191,7 @@ def init_rpc(
         store, rank, world_size = stores.open_store(chosen.init_method, rank, world_size, chosen, timeout)
         store = dist.PrefixStore(f"rpc_prefix_{_init_counter}", store)
         if world_size and is_launchers(store):
-            store = store_of_attempt(store, rank, world_size, timeout)
+            store = dist.PrefixStore(attempt_of(store, rank, world_size, timeout), store)
         _init_rpc_backend(backend, store, name, rank, world_size, chosen, restricted)
         # Counted only on success, so that a worker that tries again finds those that still wait.
         _init_counter += 1

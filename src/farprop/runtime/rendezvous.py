@@ -103,15 +103,15 @@ _INIT_RPC = "init_rpc"
 _MORE_TIME = "a larger rpc_timeout in the options"
 
 
-def store_of_attempt(
+def attempt_of(
     store: dist.Store,
     rank: int,
     world_size: int,
     timeout: float,
     call: str = _INIT_RPC,
     more_time: str = _MORE_TIME,
-) -> dist.Store:
-    """The part of a store for this start of the job, where a launcher's store outlives the workers.
+) -> str:
+    """The name of this start of the job, to put before all keys, where a launcher's store outlives the workers.
 
     Torch's elastic agent starts all workers again if one fails, with the same store, and what the workers of the last
     attempt have written is still there. So rank 0 names each attempt, and the others say in it that they are there;
@@ -140,7 +140,7 @@ def store_of_attempt(
         if not _await(lambda: found.has(list(others.values())), deadline):
             raise RendezvousError(_missing(found, others, world_size, timeout, call, more_time))
         found.set(f"{attempt}/all", " ".join(found.get(name).decode(errors="replace") for name in others.values()))
-        return dist.PrefixStore(attempt, store)
+        return attempt
 
     def is_current() -> bool:
         nonlocal attempt
@@ -154,7 +154,7 @@ def store_of_attempt(
     if not _await(is_current, deadline + 1.0):  # rank 0 raises first
         places = {other: f"{attempt}/{other}" for other in range(1, world_size)} if attempt else {0: "attempt"}
         raise RendezvousError(_missing(found, places, world_size, timeout, call, more_time))
-    return dist.PrefixStore(attempt, store)
+    return attempt
 
 
 def is_launchers(store: Any) -> bool:

@@ -74,6 +74,21 @@ def check_settings(settings: Settings) -> None:
         check_directory()
 
 
+def given_secret(settings: Settings) -> Secret:
+    """The secret that the user gave.
+
+    Raises:
+        UsageError: there is none, or it can't be used.
+    """
+    given = _given(settings)
+    if given is not None:
+        _check_strength(*given)
+        return Secret(_slow_key(given[0]))
+    if settings.insecure:
+        return Secret(hashlib.sha256(b"farprop: anyone may join").digest())
+    raise UsageError(f"There is no secret: set FARPROP_SECRET_FILE or FARPROP_SECRET on every host. {_ADVICE}")
+
+
 def find_secret(settings: Settings, job: str, agree: Callable[[str, str], str]) -> Secret:
     """Find the secret of a job.
 
@@ -85,12 +100,8 @@ def find_secret(settings: Settings, job: str, agree: Callable[[str, str], str]) 
     Raises:
         UsageError: the user's secret can't be used, or the workers can't share one.
     """
-    given = _given(settings)
-    if given is not None:
-        _check_strength(*given)
-        return Secret(_slow_key(given[0]))
-    if settings.insecure:
-        return Secret(hashlib.sha256(b"farprop: anyone may join").digest())
+    if _given(settings) is not None or settings.insecure:
+        return given_secret(settings)
     found = FoundSecret(job, agree)
     return Secret(hashlib.sha256(b"farprop found key\0" + found.text).digest(), found)
 

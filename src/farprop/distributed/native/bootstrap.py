@@ -66,7 +66,8 @@ def connect_group(store: dist.Store, rank: int, size: int, settings: Settings, t
     deadline = time.monotonic() + timeout
     call, more_time = "init_process_group or new_group", "a larger timeout"
     if rendezvous.is_launchers(store):
-        store = rendezvous.store_of_attempt(store, rank, size, timeout, call, more_time)
+        attempt = rendezvous.attempt_of(store, rank, size, timeout, call, more_time)
+        store = dist.PrefixStore(attempt, store)
         timeout = max(0.0, deadline - time.monotonic())
     can_share = IS_SUPPORTED and _can_make_memory(arena_bytes(size))
     endpoint = Endpoint(store, f"rank{rank}", rank, GROUP, settings, can_share)
