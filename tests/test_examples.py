@@ -139,7 +139,7 @@ class Block(NamedTuple):
         A piece without ``init_rpc`` is run as the README says: definitions on all workers, the rest on worker0.
         """
         text = self.text.replace(":29500", f":{free_port()}").replace("/tmp/", f"{directory}/")
-        if "rpc.init_rpc(" in text:
+        if "rpc.init_rpc(" in text or self.starts_workers:
             return text
         statements = ast.parse(text).body
         everywhere = [s for s in statements if isinstance(s, _DEFINITIONS)]
@@ -155,8 +155,14 @@ class Block(NamedTuple):
         )
 
     @property
+    def starts_workers(self) -> bool:
+        return "farprop.workers(" in self.text
+
+    @property
     def world_size(self) -> int:
-        """Two workers, unless the piece names a third."""
+        """Two workers, unless the piece names a third, or is a program that starts its own."""
+        if self.starts_workers:
+            return 1
         return max([1, *map(int, re.findall(r'"worker(\d+)"', self.text))]) + 1
 
     def promised(self) -> list[str]:

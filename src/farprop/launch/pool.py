@@ -168,8 +168,7 @@ class _Step(threading.Thread):
     def __init__(self, name: str, step: Callable[[], None]) -> None:
         super().__init__(name=name, daemon=True)
         self._step = [step]
-        self._is_under_way = threading.Lock()  # held until it has ended
-        self._is_under_way.acquire()
+        self._ended = threading.Event()
         self.error: BaseException | None = None
 
     def run(self) -> None:
@@ -182,7 +181,7 @@ class _Step(threading.Thread):
         except BaseException as error:
             self.error = error
         finally:
-            self._is_under_way.release()
+            self._ended.set()
 
     @property
     def has_begun(self) -> bool:
@@ -190,12 +189,11 @@ class _Step(threading.Thread):
 
     @property
     def has_ended(self) -> bool:
-        return not self._is_under_way.locked()
+        return self._ended.is_set()
 
     def wait(self) -> None:
         """Wait for its end. After an interrupted ``join`` some versions of Python take the thread for ended."""
-        with self._is_under_way:
-            pass
+        self._ended.wait()
 
 
 class WorkerPool(ABC):
@@ -320,7 +318,7 @@ class WorkerPool(ABC):
         host = self._store_host()
         secret = secrets.token_hex(32)
         self._store, port = _open_store(host)
-        enter(self._store, DRIVER, 0, secret)
+        enter(self._store, WorkerSpec(DRIVER, 0, host, port, secret))
         self._agent = agent_registry.current_agent()
         self._start_processes(
             [WorkerSpec(worker.name, rank, host, port, secret) for rank, worker in enumerate(self._workers, 1)]

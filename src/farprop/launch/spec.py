@@ -55,7 +55,7 @@ def join(spec: WorkerSpec, on_driver_ended: Callable[[], None], timeout: float =
     except RuntimeError as error:
         raise RendezvousError(f"{spec.name} can't reach the driver at {spec.host}:{spec.port}: {error}") from error
     _pool_ended.append(on_driver_ended)  # first: the driver may stop the pool at any time
-    enter(store, spec.name, spec.rank, spec.secret, timeout)
+    enter(store, spec, timeout)
     rpc.on_failure(DRIVER, lambda info, reason: _end_pool())
 
 
@@ -73,14 +73,17 @@ def _end_pool() -> None:
         _pool_ended.pop()()
 
 
-def enter(store: dist.Store, name: str, rank: int, secret: str, timeout: float = 60.0) -> None:
-    """Make this process a worker of the pool that has this store and this secret."""
+def enter(store: dist.Store, spec: WorkerSpec, timeout: float = DEFAULT_RPC_TIMEOUT_SEC) -> None:
+    """As ``join``, also for the driver, which has the store."""
     if agent_registry.is_agent_set():
         raise UsageError("This process is a worker already. Call farprop.rpc.shutdown first.")
     if Settings.from_env().restricted:
         raise UsageError("The workers of a pool run any function of its driver. Unset FARPROP_RESTRICTED.")
     api._reset_gathers()
-    options = TensorPipeRpcBackendOptions(init_method=store, rpc_timeout=timeout)  # joining takes the timeout of calls
-    agent = TensorPipeAgent(store, name, rank, None, options, {}, [], pool_secret=secret)
+    # By its address: options may outlive the pool, and must not keep its store.
+    host = f"[{spec.host}]" if ":" in spec.host else spec.host
+    # Joining may take as long as a call.
+    options = TensorPipeRpcBackendOptions(init_method=f"tcp://{host}:{spec.port}", rpc_timeout=timeout)
+    agent = TensorPipeAgent(store, spec.name, spec.rank, None, options, {}, [], pool_secret=spec.secret)
     api._init_rpc_states(_start(agent))
     api._set_rpc_timeout(DEFAULT_RPC_TIMEOUT_SEC)

@@ -94,7 +94,7 @@ class Tasks:
                 _set_async_exc(thread, ctypes.py_object(KeyboardInterrupt))
 
     def _serve(self) -> None:
-        this_thread.runs_coroutines = True
+        this_thread.makes_nested_calls = True
         while True:
             task = self._waiting.get()
             task.context.run(self._run, task)

@@ -89,7 +89,7 @@ class AsyncioThread:
             return self._loop
 
     def _run_forever(self, loop: asyncio.AbstractEventLoop) -> None:
-        this_thread.runs_coroutines = True
+        this_thread.makes_nested_calls = True
         loop.run_forever()
 
     def close(self) -> None:

@@ -71,7 +71,7 @@ class Room:
         """
         if message.flags & SYSTEM:
             return timeout
-        nested = pooled or getattr(this_thread, "runs_coroutines", False)
+        nested = pooled or getattr(this_thread, "makes_nested_calls", False)
         if not nested and not self._may_wait:
             error = OverloadedError(
                 f"A call to {self._peer} was not sent: calls of {self._calls.bytes} bytes have no answer yet, of which "

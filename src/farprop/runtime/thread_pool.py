@@ -470,8 +470,8 @@ class Blocked:
                 self._pool._activity.running += this_thread.counted + this_thread.answering
 
 
-# ``pool``; ``counted`` and ``answering``: what this thread adds to the pool's numbers; ``runs_coroutines``: those of
-# called functions.
+# ``pool``; ``counted`` and ``answering``: what this thread adds to the pool's numbers; ``makes_nested_calls``: those
+# of called functions, although it is no thread of the pool.
 this_thread = threading.local()
 
 # The request that a coroutine belongs to: all coroutines run on one thread.
