@@ -9,11 +9,11 @@ import sys
 from bench import venvs
 from bench.driver import ROOT, BenchError
 
-# Farprop's own dependencies; the extra `clusters` has the others.
+# Farprop's own dependencies, pytest, and what would be too much for everybody's .venv: Ray takes hundreds of megabytes, and
+# Kubeflow's packages bring the client of Kubernetes.
 PACKAGES = [
     "cloudpickle",
     "cryptography",
-    "hypothesis",
     "kubeflow-trainer-api==2.3.0",
     "kubeflow-training==1.9.4",
     "msgspec",
