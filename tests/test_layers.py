@@ -25,7 +25,8 @@ def forbidden_uses(source: str) -> list[tuple[int, str]]:
     """Lines of this code that import or use what is forbidden, each with the name.
 
     A name in a string is no use of it (``compat`` puts farprop under these names), unless it is given to an
-    import function. Neither is to assign to it.
+    import function. Neither is to assign to it. A computed name is not seen: ``cli/bench_worker.py`` imports torch's
+    RPC in a process of its own, to compare.
     """
     tree = ast.parse(source)
     names = _imported_names(tree)

@@ -31,9 +31,9 @@ TRIED: Final = ("2.13", "2.15")
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# From a name to the feature that needs it. Tests hide each name in turn.
+# From a name to the feature that needs it: all, and those that this torch lacks. Tests hide each name in turn.
 names: dict[str, str] = {}
-_missing: dict[str, str] = {}
+missing: dict[str, str] = {}
 
 _RAISE: Final = object()
 _GONE: Final = object()
@@ -83,7 +83,7 @@ def _find(name: str, feature: str, fallback: Any = _RAISE) -> Any:
     found = _found(name)
     if found is not _GONE:
         return found
-    _missing[name] = feature
+    missing[name] = feature
     return _Absent(name, feature) if fallback is _RAISE else fallback
 
 
@@ -106,7 +106,7 @@ def _find_hook(name: str, arguments: int, feature: str) -> Hook | None:
     names[name] = feature
     found = _found(name)
     if found is _GONE or not _takes(found, arguments):
-        _missing[name] = feature
+        missing[name] = feature
         return None
     owner, _, last = name.rpartition(".")
     return Hook(_found(owner), last, found)
@@ -495,7 +495,7 @@ _SCRIPT_HOOKS: Final = (
 )
 script_hooks: Final = {hook.name: hook for hook in _SCRIPT_HOOKS if hook is not None}
 # All or nothing: with half of the hooks, compiled code would fail with obscure errors.
-has_torchscript: Final = _SCRIPT not in _missing.values()
+has_torchscript: Final = _SCRIPT not in missing.values()
 
 
 # Torch unpickles the objects of object collectives here.
@@ -516,15 +516,19 @@ def type_of_module(compiled: Any) -> Any:
     return compiled._c._type()
 
 
+def is_tried(version: str) -> bool:
+    """Whether farprop was tested with this version of torch."""
+    return any(version == tried or version.startswith(tried + ".") for tried in TRIED)
+
+
 def _warn() -> None:
     version = str(torch.__version__)
-    is_tried = any(version == tried or version.startswith(tried + ".") for tried in TRIED)
-    if is_tried and not _missing:
+    if is_tried(version) and not missing:
         return
-    text = "" if is_tried else f"farprop was tried with torch {_listed(TRIED)}, and this is torch {version}. "
-    if _missing:
+    text = "" if is_tried(version) else f"farprop was tried with torch {_listed(TRIED)}, and this is torch {version}. "
+    if missing:
         features: dict[str, list[str]] = {}
-        for name, feature in _missing.items():
+        for name, feature in missing.items():
             features.setdefault(feature, []).append(name)
         text += f"Torch {version} lacks names that farprop uses; what needs them is off, or slower:"
         text += "".join(f"\n- {feature} ({', '.join(found)})" for feature, found in features.items())

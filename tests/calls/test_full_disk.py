@@ -92,7 +92,7 @@ def test_half_a_record_in_the_file_of_the_store_is_an_error(tmp_path: Path) -> N
 
 def _count_records(path: str) -> int:
     """Write until there is no room left; returns how many records were written."""
-    store = rendezvous._Store(dist.FileStore(path, 1))
+    store = rendezvous.CheckedStore(dist.FileStore(path, 1))
     for number in itertools.count():
         try:
             store.set(f"key {number}", "x" * 1000)
@@ -108,7 +108,7 @@ def test_a_disk_that_fills_up_leaves_whole_records(disk: SmallDisk) -> None:
 
 
 def test_threads_may_share_a_store_file(tmp_path: Path) -> None:
-    store = rendezvous._Store(dist.FileStore(f"{tmp_path}/meet", 1))
+    store = rendezvous.CheckedStore(dist.FileStore(f"{tmp_path}/meet", 1))
     problems = []
 
     def use(thread: int) -> None:

@@ -9,8 +9,8 @@ import sys
 from bench import venvs
 from bench.driver import ROOT, BenchError
 
-# Farprop's own dependencies, pytest, and what would be too much for everybody's .venv: Ray takes hundreds of megabytes, and
-# Kubeflow's packages bring the client of Kubernetes.
+# Farprop's own dependencies, pytest, and what would be too much for everybody's .venv: Ray takes hundreds of megabytes,
+# and Kubeflow's packages bring the client of Kubernetes.
 PACKAGES = [
     "cloudpickle",
     "cryptography",

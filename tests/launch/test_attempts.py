@@ -43,7 +43,7 @@ def _attempt(monkeypatch: pytest.MonkeyPatch, store: dist.Store, killed: int, op
                 raise _KilledError
         return True
 
-    monkeypatch.setattr(rendezvous, "_await", await_or_end)
+    monkeypatch.setattr(rendezvous, "wait_until", await_or_end)
 
     def run(rank: int) -> None:
         client: Any = _Client(store, operations if rank == killed else float("inf"))

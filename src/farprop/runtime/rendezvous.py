@@ -37,7 +37,7 @@ LookFor = Callable[[Entry, float], Verdict]
 MIXED = "RPC group mixes statically and dynamically initialized members which is not supported."
 
 
-class _Store:
+class CheckedStore:
     """A store whose errors name the key. No method waits for a key."""
 
     def __init__(self, store: dist.Store) -> None:
@@ -96,7 +96,7 @@ def job_of(store: dist.Store) -> str:
 
 def agree(store: dist.Store, name: str, value: str) -> str:
     """The value that the first worker proposed under this name. It is not signed."""
-    return _Store(store).set_first(name, value).decode(errors="replace")
+    return CheckedStore(store).set_first(name, value).decode(errors="replace")
 
 
 _INIT_RPC = "init_rpc"
@@ -129,7 +129,7 @@ def attempt_of(
     Raises:
         RendezvousError: not all workers came in time.
     """
-    found = _Store(store)
+    found = CheckedStore(store)
     own = secrets.token_hex(8)
     deadline = time.monotonic() + timeout
     attempt = ""
@@ -137,7 +137,7 @@ def attempt_of(
         attempt = own
         found.set("attempt", attempt)
         others = {other: f"{attempt}/{other}" for other in range(1, world_size)}
-        if not _await(lambda: found.has(list(others.values())), deadline):
+        if not wait_until(lambda: found.has(list(others.values())), deadline):
             raise RendezvousError(_missing(found, others, world_size, timeout, call, more_time))
         found.set(f"{attempt}/all", " ".join(found.get(name).decode(errors="replace") for name in others.values()))
         return attempt
@@ -151,7 +151,7 @@ def attempt_of(
         seen = f"{attempt}/all"
         return bool(attempt) and found.has([seen]) and own in found.get(seen).decode(errors="replace").split()
 
-    if not _await(is_current, deadline + 1.0):  # rank 0 raises first
+    if not wait_until(is_current, deadline + 1.0):  # rank 0 raises first
         places = {other: f"{attempt}/{other}" for other in range(1, world_size)} if attempt else {0: "attempt"}
         raise RendezvousError(_missing(found, places, world_size, timeout, call, more_time))
     return attempt
@@ -199,7 +199,7 @@ def meet(
     Raises:
         RendezvousError: the group can't be formed. Every worker raises the same error.
     """
-    store = _Store(given)
+    store = CheckedStore(given)
     if store.set_first("kind", "static") != b"static":
         raise RendezvousError(f"{MIXED} Pass world_size on all workers or on none.")
     _claim(store, keys, f"claim/{own.rank}", own, f"Rank {own.rank} is taken already")
@@ -209,7 +209,7 @@ def meet(
     if own.rank == 0:
         entries = [own]
         names = list(places.values())[1:]
-        if _await(lambda: store.has(names), deadline):
+        if wait_until(lambda: store.has(names), deadline):
             try:
                 entries += [_read_entry(store, keys, own, name) for name in names]
                 problem = _misplaced(entries) or check_roster(entries)
@@ -218,7 +218,7 @@ def meet(
         else:
             problem = _missing(store, places, own.world_size, timeout, call, more_time)
         store.set("decision", keys.sign("decision", decision_to_json(entries, problem)))
-    elif not _await(lambda: store.has(["decision"]), deadline + 1.0):
+    elif not wait_until(lambda: store.has(["decision"]), deadline + 1.0):
         raise RendezvousError(_missing(store, places, own.world_size, timeout, call, more_time))
     try:
         return _read_decision(store, keys, own)
@@ -227,10 +227,10 @@ def meet(
             store.count("seen", 1)
             if own.rank == 0:
                 # Rank 0 often runs the store's server: it must not leave before all have read the decision.
-                _await(lambda: store.count("seen") >= own.world_size, min(deadline, time.monotonic() + 10.0) + 1.0)
+                wait_until(lambda: store.count("seen") >= own.world_size, min(deadline, time.monotonic() + 10.0) + 1.0)
 
 
-def _read_entry(store: _Store, keys: Keys, own: Entry, name: str) -> Entry:
+def _read_entry(store: CheckedStore, keys: Keys, own: Entry, name: str) -> Entry:
     value = store.get(name)
     try:
         return Entry.from_json(keys.read(name, value))
@@ -243,7 +243,7 @@ def _misplaced(entries: list[Entry]) -> str | None:
     return f"'worker/{wrong[0]}' in the store is the entry of rank {entries[wrong[0]].rank}." if wrong else None
 
 
-def _read_decision(store: _Store, keys: Keys, own: Entry) -> list[Entry]:
+def _read_decision(store: CheckedStore, keys: Keys, own: Entry) -> list[Entry]:
     try:
         entries = decision_from_json(keys.read("decision", store.get("decision")))
     except Unsigned as error:
@@ -264,7 +264,7 @@ class Places:
     """
 
     def __init__(self, store: dist.Store, keys: Keys, own: Entry) -> None:
-        self._store = _Store(store)
+        self._store = CheckedStore(store)
         self._doubts = RateLimitedLog(_log)
         self._keys = keys
         self._own = own
@@ -432,7 +432,7 @@ class Places:
         self._store.set(name, self._keys.sign(name, text))
 
 
-def _claim(store: _Store, keys: Keys, key: str, own: Entry, taken: str) -> None:
+def _claim(store: CheckedStore, keys: Keys, key: str, own: Entry, taken: str) -> None:
     value = store.set_first(key, keys.sign(key, own.to_json()))
     try:
         holder = Entry.from_json(unsigned_text(value))  # not trusted: it only helps to explain
@@ -447,7 +447,9 @@ def _whose(holder: Entry) -> str:
     return f"by a process on {host} (pid {holder.pid})"
 
 
-def _missing(store: _Store, places: dict[int, str], world_size: int, timeout: float, call: str, more_time: str) -> str:
+def _missing(
+    store: CheckedStore, places: dict[int, str], world_size: int, timeout: float, call: str, more_time: str
+) -> str:
     """Who has not come: whose key is not set."""
     absent = [rank for rank, place in places.items() if not store.has([place])]
     if not absent:
@@ -460,7 +462,7 @@ def _missing(store: _Store, places: dict[int, str], world_size: int, timeout: fl
     )
 
 
-def _await(ready: Callable[[], bool], deadline: float) -> bool:
+def wait_until(ready: Callable[[], bool], deadline: float) -> bool:
     """Poll until ``ready``; False at the deadline. The store's own wait ignores Ctrl-C, and prints at a timeout."""
     pause = _FIRST_PAUSE
     while not ready():
