@@ -6,10 +6,10 @@ SECONDS ?= 600
 RUN := .venv/bin/python
 READY := .venv/.installed
 
-.PHONY: help demo test interrupts chaos bench bench-hosts bench-scaling bench-peers clients conformance sim fuzz dashboard-assets screenshots lint format clean
+.PHONY: help demo test interrupts chaos bench bench-hosts bench-scaling bench-peers clients clusters conformance sim fuzz dashboard-assets screenshots lint format clean
 
 help:
-	@echo "make demo | test | interrupts [ONLY=program] | chaos [ONLY=kind] [SEED=n] [MINUTES=10] | lint | format | bench | bench-hosts | bench-scaling | bench-peers | clients | conformance [ONLY=Class] [REQUIRED=1] | sim | fuzz [SECONDS=600] [TARGET=name] | dashboard-assets | screenshots | clean"
+	@echo "make demo | test | interrupts [ONLY=program] | chaos [ONLY=kind] [SEED=n] [MINUTES=10] | lint | format | bench | bench-hosts | bench-scaling | bench-peers | clients | clusters | conformance [ONLY=Class] [REQUIRED=1] | sim | fuzz [SECONDS=600] [TARGET=name] | dashboard-assets | screenshots | clean"
 
 demo: $(READY)
 	@$(RUN) examples/demo.py
@@ -39,6 +39,10 @@ bench-peers: $(READY)
 
 clients: $(READY)
 	@$(RUN) -m bench.clients
+
+# Ray and Kubeflow's packages, in a virtual environment of their own.
+clusters: $(READY)
+	@$(RUN) -m tests.clusters
 
 conformance: $(READY)
 	@$(RUN) -m tests.conformance $(if $(REQUIRED),--required) $(if $(ONLY),--only $(ONLY))

@@ -182,8 +182,8 @@ def _blocks(document: str) -> list[Block]:
 
 
 DOCUMENTS = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
-# Its code needs two GPUs.
-NOT_RUN = {"docs/devices.md"}
+# The code of the first needs two GPUs. That of the other needs Ray: `make clusters` runs it.
+NOT_RUN = {"docs/devices.md", "docs/ray.md"}
 BLOCKS = [block for document in DOCUMENTS if document not in NOT_RUN for block in _blocks(document)]
 
 

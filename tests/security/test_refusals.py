@@ -1,8 +1,10 @@
-"""Log lines about refused connections are rate-limited: an attacker can't fill the disk."""
+"""Log lines about refused connections are rate-limited: an attacker can't fill the disk, and a probe writes none."""
 
 from __future__ import annotations
 
 import logging
+import socket
+import struct
 
 import pytest
 
@@ -38,3 +40,17 @@ def test_many_refusals_log_few_lines() -> None:
                 assert hangs_up(connection)
         serves(c)
         assert 1 <= c.run(0, _lines) <= 20
+
+
+def test_a_probe_of_the_port_logs_nothing() -> None:
+    with cluster(2) as c:
+        c.run(0, _start_counting)
+        before = c.run(0, _lines)
+        for linger in (0, 1):  # it closes the connection, or resets it, as Kubernetes does
+            with _connect(c, "tcp") as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", linger, 0))
+        with _connect(c, "tcp") as connection:  # accepted after those
+            connection.sendall(b"\xff" * 2000)
+            assert hangs_up(connection)
+        serves(c)
+        assert c.run(0, _lines) == before + 1

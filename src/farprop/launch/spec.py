@@ -14,6 +14,7 @@ from farprop.errors import RendezvousError, UsageError
 from farprop.rpc import api
 from farprop.rpc.agent import TensorPipeAgent
 from farprop.rpc.backend_registry import _start
+from farprop.rpc.constants import DEFAULT_RPC_TIMEOUT_SEC
 from farprop.rpc.options import TensorPipeRpcBackendOptions
 from farprop.runtime import agent_registry
 from farprop.runtime.agent_registry import current_agent
@@ -42,7 +43,8 @@ def join(spec: WorkerSpec, on_driver_ended: Callable[[], None], timeout: float =
         spec: which worker it is.
         on_driver_ended: called once, on a thread of farprop's, when the driver has stopped the pool or has died. The
             process should end then.
-        timeout: the seconds that the driver has to answer.
+        timeout: the seconds that the driver has to answer, and that a dead process with this name may take to be known
+            as dead.
 
     Raises:
         RendezvousError: the driver can't be reached.
@@ -53,7 +55,7 @@ def join(spec: WorkerSpec, on_driver_ended: Callable[[], None], timeout: float =
     except RuntimeError as error:
         raise RendezvousError(f"{spec.name} can't reach the driver at {spec.host}:{spec.port}: {error}") from error
     _pool_ended.append(on_driver_ended)  # first: the driver may stop the pool at any time
-    enter(store, spec)
+    enter(store, spec, timeout)
     rpc.on_failure(DRIVER, lambda info, reason: _end_pool())
 
 
@@ -71,7 +73,7 @@ def _end_pool() -> None:
         _pool_ended.pop()()
 
 
-def enter(store: dist.Store, spec: WorkerSpec) -> None:
+def enter(store: dist.Store, spec: WorkerSpec, timeout: float = DEFAULT_RPC_TIMEOUT_SEC) -> None:
     """As ``join``, also for the driver, which has the store."""
     if agent_registry.is_agent_set():
         raise UsageError("This process is a worker already. Call farprop.rpc.shutdown first.")
@@ -80,6 +82,8 @@ def enter(store: dist.Store, spec: WorkerSpec) -> None:
     api._reset_gathers()
     # By its address: options may outlive the pool, and must not keep its store.
     host = f"[{spec.host}]" if ":" in spec.host else spec.host
-    options = TensorPipeRpcBackendOptions(init_method=f"tcp://{host}:{spec.port}")
+    # Joining may take as long as a call.
+    options = TensorPipeRpcBackendOptions(init_method=f"tcp://{host}:{spec.port}", rpc_timeout=timeout)
     agent = TensorPipeAgent(store, spec.name, spec.rank, None, options, {}, [], pool_secret=spec.secret)
     api._init_rpc_states(_start(agent))
+    api._set_rpc_timeout(DEFAULT_RPC_TIMEOUT_SEC)

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 
 from farprop.errors import UsageError
 
-_MOST_HOSTS = 65536  # more than any cluster has: a list that is longer is a mistake
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 
-def hosts(nodes: str) -> list[str]:
-    """The hosts of a list of nodes, in its order.
+def hosts(nodes: str) -> Iterator[str]:
+    """The hosts of a list of nodes, in its order. They are made one by one: a wrong list may name billions.
 
     Args:
         nodes: as in ``SLURM_JOB_NODELIST``. Each host may have several brackets.
@@ -20,29 +19,20 @@ def hosts(nodes: str) -> list[str]:
     Raises:
         UsageError: it is no such list.
     """
-    found: list[str] = []
-    for host in _hosts(nodes):
-        found.append(host)
-        if len(found) > _MOST_HOSTS:
-            raise UsageError(f"The list of nodes {nodes!r} has more than {_MOST_HOSTS} hosts.")
-    return found
-
-
-def first_host(nodes: str) -> str:
-    """The first host of a list of nodes. Slurm starts rank 0 there.
-
-    Raises:
-        UsageError: it is no such list.
-    """
-    return next(_hosts(nodes))
-
-
-def _hosts(nodes: str) -> Iterator[str]:
     parts = _split(nodes)
     if not parts:
         raise UsageError(f"The list of nodes {nodes!r} is empty or not in Slurm's notation, such as gpu[01-04,07].")
     for part in parts:
         yield from _expand(part, nodes)
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a list of nodes. Slurm starts rank 0 there, unless a user's own list says otherwise.
+
+    Raises:
+        UsageError: it is no such list.
+    """
+    return next(hosts(nodes))
 
 
 def _split(nodes: str) -> list[str]:

@@ -92,13 +92,13 @@ def _address(init_method: str, scheme: str, rank: int) -> tuple[str, int, int]:
         if rank < 0:
             raise ValueError("rank parameter missing: with tcp://, pass rank to init_rpc.")
         return url.hostname, url.port, rank
+    if rank >= 0 and os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
+        return _variable("MASTER_ADDR"), int(_variable("MASTER_PORT")), rank
     launched = launchers.launched()
-    if rank < 0:
-        rank = launched.rank if launched else int(_variable("RANK"))
-    if launched and not os.environ.get("MASTER_ADDR"):
-        host, port = launched.address()
-        return host, port, rank
-    return _variable("MASTER_ADDR"), int(_variable("MASTER_PORT")), rank
+    if launched is None:
+        return _variable("MASTER_ADDR"), int(_variable("MASTER_PORT")), int(_variable("RANK")) if rank < 0 else rank
+    host, port = launched.address()
+    return host, port, launched.rank if rank < 0 else rank
 
 
 def _variable(name: str) -> str:

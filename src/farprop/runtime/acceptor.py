@@ -32,7 +32,7 @@ class PendingHandshake:
     """An accepted connection during the handshake. It uses little memory, and has a deadline."""
 
     def __init__(
-        self, acceptor: Acceptor, sock: socket.socket, machine: ListenerHandshake, tls: TlsSocket | None
+        self, acceptor: Acceptor, sock: socket.socket, address: str, machine: ListenerHandshake, tls: TlsSocket | None
     ) -> None:
         self.timer: TimerHandle | None = None  # refuses it at the deadline
         self.sock = sock
@@ -42,7 +42,7 @@ class PendingHandshake:
         self._tls = tls
         self._is_encrypted = False  # True after the TLS handshake
         self._received = 0
-        self.address = sock.getpeername()[0] if sock.family != socket.AF_UNIX else ""
+        self.address = address  # "" of a Unix socket
 
     @property
     def has_begun(self) -> bool:
@@ -65,7 +65,10 @@ class PendingHandshake:
         except BlockingIOError:
             pass
         except (FarpropError, OSError) as error:
-            self._acceptor.refuse(self, str(error))
+            if self._received:
+                self._acceptor.refuse(self, str(error))
+            else:
+                self._acceptor.let_go(self)  # whoever only looks whether the port is open, such as a readiness probe
             return
         if self.peer is not None:
             if self._tls is not None:
@@ -152,7 +155,7 @@ class Acceptor:
     def _on_accept(self, listener: socket.socket) -> None:
         for _ in range(_MAX_ACCEPTS):
             try:
-                sock, _address = listener.accept()
+                sock, address = listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
@@ -167,7 +170,8 @@ class Acceptor:
                 self.refuse(self._least_promising(), "too many peers have not proved themselves")
             sock.setblocking(False)
             try:
-                pending = PendingHandshake(self, sock, *self._accepted(sock))
+                host = address[0] if sock.family != socket.AF_UNIX else ""
+                pending = PendingHandshake(self, sock, host, *self._accepted(sock))
             except Exception as error:  # the other connections must still be accepted
                 self._refusals.warning("refused a connection to %s: %s", self._worker, error)
                 sock.close()
@@ -196,6 +200,10 @@ class Acceptor:
     def refuse(self, pending: PendingHandshake, why: str) -> None:
         """Close a connection, and log why."""
         self._refusals.warning("refused a connection to %s: %s", self._worker, why)
+        self.let_go(pending)
+
+    def let_go(self, pending: PendingHandshake) -> None:
+        """Close a connection."""
         self._drop(pending)
         pending.sock.close()
 

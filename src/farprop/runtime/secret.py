@@ -145,8 +145,13 @@ def _read_given_file(path: str) -> bytes:
                     f"FARPROP_SECRET_FILE {path} belongs to another user (uid {facts.st_uid}), who knows what is in "
                     "it. Make one of your own."
                 )
-            if facts.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-                raise UsageError(f"FARPROP_SECRET_FILE {path} can be read by others. Run: chmod 600 {path}")
+            # Root may let a group read it. So Kubernetes mounts secrets for containers of other users (fsGroup).
+            group = stat.S_IRWXG & ~stat.S_IRGRP if facts.st_uid == 0 else stat.S_IRWXG
+            if facts.st_mode & (group | stat.S_IRWXO):
+                raise UsageError(
+                    f"FARPROP_SECRET_FILE {path} can be read by others. Run: chmod 600 {path} (in Kubernetes, the "
+                    "volume needs defaultMode: 0400)"
+                )
             return file.read(1 << 16)
     except OSError as error:
         raise UsageError(f"FARPROP_SECRET_FILE can't be read: {error}. {_ADVICE}") from error
