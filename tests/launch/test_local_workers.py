@@ -15,6 +15,7 @@ import torch
 
 import farprop
 import farprop.autograd as dist_autograd
+import farprop.inspect
 import farprop.rpc as rpc
 from farprop.errors import UsageError
 from farprop.launch.local import LocalWorkers
@@ -100,6 +101,11 @@ class Model(torch.nn.Module):
         return self.weight * x
 
 
+def _hold(ready: str, let_go: str) -> None:
+    Path(ready).write_text("")
+    Path(let_go).read_text()
+
+
 # Calls
 
 
@@ -123,6 +129,16 @@ def test_errors_of_functions_keep_their_type(pool: LocalWorkers) -> None:
     assert "Raised on worker1" in caught.value.__notes__[0]
     with pytest.raises(TypeError, match="is not a function"):
         pool[0].call(3)  # type: ignore[arg-type]
+
+
+def test_functions_are_shown_by_their_names(pool: LocalWorkers, tmp_path: Path) -> None:
+    ready, let_go = make_fifo(tmp_path, "ready"), make_fifo(tmp_path, "let_go")
+    future = pool[0].call_async(_hold, ready, let_go)
+    Path(ready).read_text()
+    job = farprop.inspect.job()
+    Path(let_go).write_text("")
+    future.wait()
+    assert [call.function for call in job.calls] == [f"{__name__}:_hold"]
 
 
 def test_references(pool: LocalWorkers) -> None:

@@ -85,9 +85,8 @@ class Worker:
             ``y = w[0].call(torch.add, a, b)``
         """
         number = next(_numbers)
-        run, called = self._task(function)
         try:
-            return rpc.rpc_sync(self.name, run, (number, called, *args), kwargs, timeout=0)
+            return rpc.rpc_sync(self.name, self._task(number, function), args, kwargs, timeout=0)
         except Exception:
             raise
         except BaseException:
@@ -137,16 +136,16 @@ class Worker:
     def _start(
         self, number: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.futures.Future[Any]:
-        run, called = self._task(function)
-        return rpc.rpc_async(self.name, run, (number, called, *args), kwargs, timeout=0)
+        return rpc.rpc_async(self.name, self._task(number, function), args, kwargs, timeout=0)
 
-    def _task(self, function: Any) -> tuple[Callable[..., Any], Any]:
-        """What runs a function on the worker, and the function as it travels."""
+    def _task(self, number: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function as it travels."""
         agent = self._pool._running_agent()
         if not callable(function):
             raise TypeError(f"{function!r} is not a function.")
-        run = tasks.run_async if hasattr(function, "_wrapped_async_rpc_function") else tasks.run
-        return run, agent.dialect.name_of(function) or function
+        if hasattr(function, "_wrapped_async_rpc_function"):
+            return function  # with the decorator ``async_execution``: it does not wait, and is not interrupted
+        return tasks.Interruptible(number, agent.dialect.name_of(function) or function)
 
     def _interrupt(self, number: int) -> torch.futures.Future[Any] | None:
         """Interrupt a task, without waiting; returns a future of the confirmation, or None if there can be none."""

@@ -16,10 +16,9 @@ from typing import Any
 
 from farprop.locks import make_lock
 from farprop.rpc.constants import DEFAULT_NUM_WORKER_THREADS
-from farprop.rpc.functions import async_execution
 from farprop.runtime.async_results import Deferred
 from farprop.runtime.thread_pool import coroutine_of, pool_of_this_thread, this_thread
-from farprop.wire.function_names import resolve
+from farprop.wire.function_names import resolve, shown_name
 
 _MOST_THREADS = DEFAULT_NUM_WORKER_THREADS
 # An interrupt may come before its task, or after its end. Tasks that it came too late for are forgotten in this order.
@@ -85,9 +84,9 @@ class Tasks:
             threading.Thread(target=self._serve, name="farprop-task", daemon=True).start()
 
     def interrupt(self, number: int) -> None:
-        """Raise ``KeyboardInterrupt`` in a task; one that has not begun never begins."""
+        """Raise ``KeyboardInterrupt`` in a task, once; one that has not begun never begins."""
         with self._lock:
-            thread = self._running.get(number)
+            thread = self._running.pop(number, None)
             if thread is None:
                 self._revoked.append(number)
             else:
@@ -122,43 +121,49 @@ class Tasks:
                 self._running[task.number] = me
             return work()
         finally:
-            # An interrupt that came with the end of the function may be raised after ``pop``, and nowhere else: then
-            # it is over. Otherwise it is still pending, and dropped.
-            with self._lock:
-                self._running.pop(task.number, None)
-                _set_async_exc(me, _NO_EXCEPTION)
+            # An interrupt that came with the end of the function is raised in here, or is still pending and dropped.
+            # There is one for each task at most.
+            try:
+                self._end(task.number, me)
+            except KeyboardInterrupt:
+                self._end(task.number, me)
+
+    def _end(self, number: int, thread: int) -> None:
+        with self._lock:
+            self._running.pop(number, None)
+            _set_async_exc(thread, _NO_EXCEPTION)
 
 
 _tasks = Tasks()
 
 
-def run(number: int, function: Any, /, *args: Any, **kwargs: Any) -> Deferred:
-    """Run a task.
+class Interruptible:
+    """A function as the driver sends it: it runs as a task, under its own name. Calling it returns its result, later.
 
     Args:
         number: the number of the task, unique among those of the driver.
         function: the function, or its importable name.
-        args: its arguments.
-        kwargs: its keyword arguments.
-
-    Returns:
-        Its result, later.
     """
-    called = resolve(function) if type(function) is bytes else function
-    pool = pool_of_this_thread()
-    request = None if pool is None else pool.serving.get(threading.get_ident())
-    serving = coroutine_of.set(request)
-    task = _Task(number, lambda: called(*args, **kwargs), copy_context())
-    coroutine_of.reset(serving)
-    _tasks.start(task)
-    return Deferred(task.subscribe, lambda: task.outcome())
 
+    def __init__(self, number: int, function: Any) -> None:
+        self._number = number
+        self._function = function
+        # What is shown of it, by errors and by who looks into the job.
+        name = shown_name(function) if type(function) is bytes else shown_name(b"", function)
+        self.__name__ = self.__qualname__ = name
 
-@async_execution
-def run_async(number: int, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """As ``run``, for a function with the decorator ``async_execution``. It does not wait, and is not interrupted."""
-    called = resolve(function) if type(function) is bytes else function
-    return called(*args, **kwargs)
+    def __reduce__(self) -> tuple[type[Interruptible], tuple[int, Any]]:
+        return Interruptible, (self._number, self._function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Deferred:
+        called = resolve(self._function) if type(self._function) is bytes else self._function
+        pool = pool_of_this_thread()
+        request = None if pool is None else pool.serving.get(threading.get_ident())
+        serving = coroutine_of.set(request)
+        task = _Task(self._number, lambda: called(*args, **kwargs), copy_context())
+        coroutine_of.reset(serving)
+        _tasks.start(task)
+        return Deferred(task.subscribe, lambda: task.outcome())
 
 
 def interrupt(number: int) -> None:
