@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -187,4 +188,8 @@ def run_all(seeds: range, jobs: int, mutant: str | None, kind: str | None = None
 
 def _run_chunk(chunk: tuple[range, str | None, str]) -> list[Outcome]:
     seeds, mutant, kind = chunk
-    return list(run_all(seeds, 1, mutant, kind))
+    outcomes = list(run_all(seeds, 1, mutant, kind))
+    # Workers that crashed leave futures of torch's whose callbacks hold them, which the collector can't see. It would
+    # look at ever more of them after each run, and did twice the work after 50,000 seeds.
+    gc.freeze()
+    return outcomes
