@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,9 +43,10 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def _running(*words: str) -> Iterator[subprocess.Popen[str]]:
-    command = [*COMMAND, *words]
-    with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+def _running(*words: str, before: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
+    command = [*before, *COMMAND, *words]
+    pipes: Any = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, text=True, stdin=subprocess.DEVNULL, **pipes) as process:
         try:
             yield process
         finally:
@@ -141,6 +143,7 @@ def test_restarts(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_and_a_worker_that_ignores_it(tmp_path: Path) -> None:
+    """Under nohup, so that the end of the terminal is no reason to end."""
     program = _program(
         tmp_path,
         """
@@ -152,8 +155,9 @@ def test_ctrl_c_and_a_worker_that_ignores_it(tmp_path: Path) -> None:
             signal.pause()
         """,
     )
-    with _running("-n", "2", program) as launcher:
+    with _running("-n", "2", program, before=("nohup",)) as launcher:
         pids = [int(line.split("|")[1]) for line in _lines(launcher, 2)]
+        launcher.send_signal(signal.SIGHUP)
         launcher.send_signal(signal.SIGINT)
         assert _lines(launcher, 1) == ["worker0 | I refuse\n"]
         launcher.send_signal(signal.SIGINT)

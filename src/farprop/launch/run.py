@@ -220,7 +220,9 @@ def _signals() -> Iterator[list[int]]:
         print(f"\nfarprop run: {how}: the workers are told to end; again kills them", file=sys.stderr, flush=True)
         raise SignalException(f"got {name.name}", name)
 
-    before = {number: signal.signal(number, handle) for number in _SIGNALS}
+    # What is ignored stays so: under nohup the job goes on without its terminal.
+    handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in handled}
     try:
         yield received
     finally:
