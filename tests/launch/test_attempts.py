@@ -72,6 +72,13 @@ def test_whatever_the_last_attempt_has_left(monkeypatch: pytest.MonkeyPatch, kil
         assert found[0] not in before + again
 
 
+def test_a_name_that_no_worker_writes() -> None:
+    store = dist.HashStore()
+    store.set("attempt", "rpc/elsewhere")
+    with pytest.raises(RendezvousError, match="'attempt' in the store says 'rpc/elsewhere', which no worker writes"):
+        rendezvous.attempt_of(store, 1, SIZE, 10)
+
+
 def test_who_is_missing() -> None:
     store = dist.HashStore()
     with pytest.raises(RendezvousError, match=r"Ranks 1, 2 of 3 have not called init_rpc within 0 s"):

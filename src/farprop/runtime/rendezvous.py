@@ -31,6 +31,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 _GONE, _DEAD = b"gone", b"dead"  # what a place holds after its worker
 _MAX_GAP = 4096  # empty places in a row; with more, the counter was not set by the workers of the job
 _JOB = re.compile("[0-9a-f]{32}")
+_ATTEMPT = re.compile("[0-9a-f]{16}")
+_WHO = "Who else uses the store?"
 _MISSING = "missing"
 LookFor = Callable[[Entry, float], Verdict]
 """``look_for(worker, deadline)`` finds out whether a worker is alive."""
@@ -90,7 +92,7 @@ def job_of(store: dist.Store) -> str:
     """A random name for the job. All workers that share this store get the same one."""
     job = agree(store, "job", secrets.token_hex(16))
     if not _JOB.fullmatch(job):
-        raise RendezvousError(f"'job' in the store says {job[:64]!r}, which no worker writes. Who else uses the store?")
+        raise RendezvousError(f"'job' in the store says {job[:64]!r}, which no worker writes. {_WHO}")
     return job
 
 
@@ -146,6 +148,8 @@ def attempt_of(
         nonlocal attempt
         named = found.get("attempt").decode(errors="replace") if found.has(["attempt"]) else ""
         if named and named != attempt:
+            if not _ATTEMPT.fullmatch(named):
+                raise RendezvousError(f"'attempt' in the store says {named[:64]!r}, which no worker writes. {_WHO}")
             attempt = named
             found.set(f"{attempt}/{rank}", own)
         seen = f"{attempt}/all"
@@ -164,6 +168,7 @@ def is_launchers(store: Any) -> bool:
     return (
         isinstance(store, dist.TCPStore)
         and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        and "TORCHELASTIC_RESTART_COUNT" in os.environ
         and str(store.port) == os.environ.get("MASTER_PORT")
     )
 
