@@ -36,7 +36,8 @@ class Stage(torch.nn.Module):
     def __init__(self, following: rpc.RRef[Any] | None) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(8, 8)
-        self.layer.weight.register_post_accumulate_grad_hook(lambda _: hooks_run.append(1))
+        # It takes most of the time of a backward pass, so that what is drawn in the middle of one is drawn in the hook.
+        self.layer.weight.register_post_accumulate_grad_hook(lambda _: (hooks_run.append(1), time.sleep(0.002)))
         self._following = following
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -183,11 +183,13 @@ class ChromeTrace:
                 for message in span.details.get("messages", ()):
                     found = encoded.get((*_pass(span), message))
                     if found is not None:
-                        yield from self._flow("gradients", self._place(*found), self._place(worker, span))
+                        sender, encoding = found
+                        start = self._place(sender, encoding, _inside(encoding.began, encoding.ended))
+                        # At its beginning: later, a hook may be drawn in it, and the arrow would end there.
+                        yield from self._flow("gradients", start, self._place(worker, span, span.began))
 
-    def _place(self, worker: Worker, span: Span) -> tuple[int, int, float]:
-        tid = self._tid(worker, span.thread)
-        return self._pids[worker.name], tid, _inside(span.began, span.ended)
+    def _place(self, worker: Worker, span: Span, when: float) -> tuple[int, int, float]:
+        return self._pids[worker.name], self._tid(worker, span.thread), when
 
     def _flow(self, name: str, start: tuple[int, int, float], end: tuple[int, int, float]) -> Iterator[Event]:
         self._flows += 1
