@@ -186,6 +186,16 @@ def run_all(seeds: range, jobs: int, mutant: str | None, kind: str | None = None
             yield from outcomes
 
 
+def first_kill(mutant: str, limit: int, likely: int | None = None) -> Outcome | None:
+    """The first run that shows what is wrong with a mutant, of some number of seeds. A likely one is tried before."""
+    ranges = [range(likely, likely + 1)] if likely is not None else []
+    for seeds in (*ranges, range(limit)):
+        found = next((outcome for outcome in run_all(seeds, 1, mutant) if outcome.failure), None)
+        if found is not None:
+            return found
+    return None
+
+
 def _run_chunk(chunk: tuple[range, str | None, str]) -> list[Outcome]:
     seeds, mutant, kind = chunk
     outcomes = list(run_all(seeds, 1, mutant, kind))

@@ -14,7 +14,7 @@ from tests.simulation.harness import Outcome, Violation
 from tests.simulation.passes import runtime_mutants
 from tests.simulation.passes.forward import Graph, Node
 from tests.simulation.passes.world import World, run
-from tests.simulation.runner import Report, mutants_of, replay, run_all
+from tests.simulation.runner import Report, first_kill, mutants_of, replay, run_all
 
 ROOT = Path(__file__).parents[2]
 SEEDS = 400
@@ -28,6 +28,8 @@ def _is_runtime_mutant(mutant: str) -> bool:
 
 # Gradients rarely arrive after a failure, since those for one worker travel together.
 _RARE = "unshared-after-failure"
+# Seeds that kill mutants which need many. If the simulator changes, they are searched for, which takes half a minute.
+_LIKELY = {_RARE: 1627, "undone-where-noticed": 2154, "failure-undoes-the-end": 491, "order-taken-for-granted": 423}
 
 
 def _limit(mutant: str) -> int:
@@ -42,9 +44,7 @@ def test_no_seed_fails() -> None:
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_every_mutant_is_killed(mutant: str) -> None:
-    found = next(
-        (outcome for outcome in run_all(range(_limit(mutant)), jobs=1, mutant=mutant) if outcome.failure), None
-    )
+    found = first_kill(mutant, _limit(mutant), _LIKELY.get(mutant))
     assert found is not None, f"{_limit(mutant)} seeds, and nothing wrong with {mutant}"
     assert run(found.seed).failure is None, "without the mutant, nothing is wrong with that seed"
 
