@@ -26,6 +26,7 @@ chaos: $(READY)
 bench: $(READY)
 	@$(RUN) -m bench
 	@$(RUN) -m bench.dashboard
+	@$(RUN) -m bench.imports
 
 # Needs root's permissions and iproute2, for hosts that are network namespaces.
 bench-hosts: $(READY)
