@@ -77,7 +77,7 @@ def set_reference(name: str, rref: rpc.RRef[Any]) -> None:
 def fetch(name: str) -> Any:
     """Fetch a value that another worker may still be making. The reference to it arrives later."""
     began.wait()
-    return references[name].to_here(timeout=20)
+    return references[name].to_here(timeout=10)
 
 
 def has_begun() -> None:
