@@ -122,14 +122,14 @@ def test_the_page(cluster: Cluster, tmp_path: Path) -> None:
 
 
 _DRIVER = """
-import os, sys, time
+import os, signal, sys
 import ray
 import farprop.launch.ray
 
 ray.init(address=sys.argv[1], log_to_driver=False, _node_ip_address="127.0.0.2")
 pool = farprop.launch.ray.workers(2, max_restarts=-1).start()
 print(*[worker.call(os.getpid) for worker in pool], flush=True)
-time.sleep(1000)
+signal.pause()
 """
 
 

@@ -126,7 +126,7 @@ def test_a_worker_dies_and_the_end_is_interrupted(tmp_path: Path, capsys: pytest
 
 # A program with functions and classes of its own. Its workers have another __main__.
 _PROGRAM = """
-import json, os, sys, time
+import json, os, signal, sys
 import torch
 import farprop, farprop.rpc as rpc
 
@@ -157,7 +157,7 @@ with farprop.workers(2, timeout=100) as w:
     def double(point): return "redefined"
     assert w[0].call(double, Point(1)) == "redefined"
     print(json.dumps([worker.call(os.getpid) for worker in w]), flush=True)
-    time.sleep(1000)
+    signal.pause()
 """
 
 

@@ -139,7 +139,7 @@ def test_restarts(tmp_path: Path) -> None:
     last = [line for line in done.stdout.splitlines() if "done 1" in line]  # worker 0 may be done the first time, too
     assert sorted(last) == ["worker0 | done 1 0 2.0", "worker1 | done 1 1 3.0"]
     assert "ValueError: the first time" in done.stderr
-    assert done.stderr.count("farprop run: all workers are started again (1 of 2 times)") == 1
+    assert done.stderr.count("farprop run: all workers are started again (1 of 2 times after a failure)") == 1
 
 
 def test_ctrl_c_and_a_worker_that_ignores_it(tmp_path: Path) -> None:

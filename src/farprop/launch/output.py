@@ -28,12 +28,12 @@ class Stream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._line = ""
 
-    def read(self) -> bool:
-        """Read some of what is there and show its whole lines; False if there is nothing, or at the end."""
+    def read(self) -> bool | None:
+        """Read some of what is there and show its whole lines; False at the end, None if there is nothing."""
         try:
             chunk = os.read(self.descriptor, _CHUNK)
         except BlockingIOError:
-            return False
+            return None
         if self._log is not None:
             with suppress(OSError):  # a full disk must not end the job
                 self._log.write(chunk)
@@ -107,7 +107,7 @@ class Output:
             for key, _ in ready:
                 if key.data is None:
                     is_open = False
-                elif not key.data.read():
+                elif key.data.read() is False:
                     self._selector.unregister(key.fd)
                     key.data.close()
             self._rounds += 1

@@ -171,18 +171,19 @@ class _Pipes(LogsSpecs):
         self._output = output
         self._directory = directory
         self._logs = None if log_dir is None else Path(log_dir)
+        self._starts = 0
 
     @property
     def root_log_dir(self) -> str:
         return str(self._directory)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        attempt = int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
+        # The agent counts failures alone. It also starts all workers again if a host joins or leaves.
+        attempt, self._starts = self._starts, self._starts + 1
         if attempt:
-            most = envs[0]["TORCHELASTIC_MAX_RESTARTS"]
-            print(
-                f"farprop run: all workers are started again ({attempt} of {most} times)", file=sys.stderr, flush=True
-            )
+            failures, most = envs[0]["TORCHELASTIC_RESTART_COUNT"], envs[0]["TORCHELASTIC_MAX_RESTARTS"]
+            text = f"farprop run: all workers are started again ({failures} of {most} times after a failure)"
+            print(text, file=sys.stderr, flush=True)
         directory = self._directory / f"attempt{attempt}"
         directory.mkdir()
         found: tuple[dict[int, str], dict[int, str], dict[int, str]] = {}, {}, {}

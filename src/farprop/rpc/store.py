@@ -21,6 +21,7 @@ import torch.distributed as dist
 from farprop._torch import create_store
 from farprop.errors import RendezvousError
 from farprop.rpc import launchers
+from farprop.runtime.rendezvous import is_agents_port
 from farprop.runtime.store_file import StoreFile
 
 # The last store of this process, and what keeps it open. It stays open until the next one is opened: if this process
@@ -109,10 +110,7 @@ def _variable(name: str) -> str:
 
 
 def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: float) -> dist.Store:
-    # torchrun hosts a store of its own at the address that it tells its workers. A program may have chosen another one.
-    is_hosted_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and str(port) == os.environ.get(
-        "MASTER_PORT"
-    )
+    is_hosted_by_torchrun = is_agents_port(port)
     end = time.monotonic() + timeout
     if rank != 0 or is_hosted_by_torchrun:
         await_listener(host, port, min(timeout, _LISTENER_SECONDS))

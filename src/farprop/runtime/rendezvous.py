@@ -166,11 +166,14 @@ def is_launchers(store: Any) -> bool:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return (
-        isinstance(store, dist.TCPStore)
-        and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        and "TORCHELASTIC_RESTART_COUNT" in os.environ
-        and str(store.port) == os.environ.get("MASTER_PORT")
+        isinstance(store, dist.TCPStore) and is_agents_port(store.port) and "TORCHELASTIC_RESTART_COUNT" in os.environ
     )
+
+
+def is_agents_port(port: int) -> bool:
+    """Whether torch's elastic agent has a store at this port. A program may have chosen another one."""
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return is_agents and str(port) == os.environ.get("MASTER_PORT")
 
 
 def host_of(store: Any) -> str | None:
