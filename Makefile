@@ -3,19 +3,33 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 SECONDS ?= 600
+JOBS ?= 3
 RUN := .venv/bin/python
 READY := .venv/.installed
 
-.PHONY: help demo test interrupts chaos bench bench-hosts bench-scaling bench-peers clients clusters conformance sim fuzz dashboard-assets screenshots lint format clean
+# Programs that tests start would compile farprop anew each time.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help demo test test-fast docs interrupts chaos bench bench-hosts bench-scaling bench-peers clients clusters conformance sim fuzz dashboard-assets screenshots lint format clean
 
 help:
-	@echo "make demo | test | interrupts [ONLY=program] | chaos [ONLY=kind] [SEED=n] [MINUTES=10] | lint | format | bench | bench-hosts | bench-scaling | bench-peers | clients | clusters | conformance [ONLY=Class] [REQUIRED=1] | sim | fuzz [SECONDS=600] [TARGET=name] | dashboard-assets | screenshots | clean"
+	@echo "make demo | test [T=path] [JOBS=3] | test-fast | docs | interrupts [ONLY=program] | chaos [ONLY=kind] [SEED=n] [MINUTES=10] | lint | format | bench | bench-hosts | bench-scaling | bench-peers | clients | clusters | conformance [ONLY=Class] [REQUIRED=1] | sim | fuzz [SECONDS=600] [TARGET=name] | dashboard-assets | screenshots | clean"
 
 demo: $(READY)
 	@$(RUN) examples/demo.py
 
+# Most tests wait more than they compute. A path is run in one process.
 test: $(READY)
-	@$(RUN) -m pytest
+	@$(RUN) -m pytest --durations=25 $(if $(T),$(T),--numprocesses=$(JOBS) --dist=worksteal)
+
+# For while you write: the unit tests, and a few of each kind with real workers (tests/fast.txt). Under two minutes.
+test-fast: $(READY)
+	@$(RUN) -m pytest --numprocesses=$(JOBS) --dist=worksteal $$(grep -v '^#' tests/fast.txt)
+
+# The site, in build/site. A warning is an error, and nothing is fetched.
+docs: $(READY)
+	@$(RUN) -m sphinx -W --keep-going --fresh-env --quiet --jobs 2 --doctree-dir build/doctrees docs build/site
+	@echo "The site is in build/site/index.html"
 
 interrupts: $(READY)
 	@$(RUN) -m tests.interrupts $(ONLY)
@@ -53,6 +67,8 @@ sim: $(READY)
 	@$(RUN) -m tests.simulation --kind references --seeds 10000
 	@$(RUN) -m tests.simulation --kind passes --seeds 10000
 	@$(RUN) -m tests.simulation --kind groups --seeds 10000
+	@$(RUN) -m tests.simulation --kind streams --seeds 10000
+	@$(RUN) -m tests.simulation --kind parcels --seeds 10000
 	@$(RUN) -m tests.autograd.oracle --programs 2000
 
 # Atheris is installed when it is first wanted: it is of no use for anything else.

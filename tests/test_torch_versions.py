@@ -180,6 +180,7 @@ class _Injected(Exception):
 
 def _fail_at_each_change(_: int) -> int:
     import farprop.compat
+    import farprop.rpc  # puts a function of its own into torch.utils.checkpoint
 
     changes = farprop.compat._Changes
     made = changes._on_undo

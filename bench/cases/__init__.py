@@ -97,6 +97,9 @@ def case(
 # The order of these is the order of the table.
 for _family in (
     "cases.calls",
+    "cases.awaiting",
+    "cases.streams",
+    "cases.one_to_many",
     "cases.gaps",
     "cases.security",
     "cases.observing",

@@ -60,14 +60,14 @@ def cases_on(link: Link, cases: Sequence[Case]) -> list[Case]:
     return [case for case in cases if not (link.delay and case.crossing)]
 
 
-def jobs_on(link: Link, cases: Sequence[Case], sides: Mapping[tuple[str, int], Dormant], wire: Child) -> list[Job]:
+def jobs_on(link: Link, cases: Sequence[Case], sides: Mapping[tuple[str, int, int], Dormant], wire: Child) -> list[Job]:
     floor = [Job("ping", {"wire": (wire, "ping")}, 200, 20)]
     if not link.delay:
         floor.append(Job("echo", {"wire": (wire, "echo")}, 2, 1))
     return floor + [
         Job(
             case.name,
-            {side: (sides[side, case.ranks], case.name) for side in sides_of(case)},
+            {side: (sides[side, case.ranks, case.workers], case.name) for side in sides_of(case)},
             case.samples,
             case.warmup,
         )
@@ -81,7 +81,7 @@ def measure(
     """Run the cases on each link, and print a table for each."""
     address = network.hosts.address(0)
     wire = Child("bench.hosts.wire_side", *network.hosts.names, network.hosts.address(1))
-    sides: dict[tuple[str, int], Workers | Ranks] = {}
+    sides: dict[tuple[str, int, int], Workers | Ranks] = {}
     runs: dict[str, Any] = {}
     try:
         # Before the processes start: a link that changes later keeps their connections.
@@ -89,12 +89,13 @@ def measure(
         for case in cases:
             for side in sides_of(case):
                 package, env = SIDES[side]
-                if (side, case.ranks) in sides:
+                key = side, case.ranks, case.workers
+                if key in sides:
                     continue
-                places = [rank * HOSTS // case.ranks for rank in range(case.ranks)] if case.ranks else [0, 1]
+                count, ranks = case.workers, case.ranks
+                places = [rank * HOSTS // ranks for rank in range(ranks)] if ranks else [0] + [1] * (count - 1)
                 site = Site("bench.hosts.cases", address, [network.on(host) for host in places])
-                made = SlowestRank(package, RANKS, env, site) if case.ranks else Workers(package, env, site=site)
-                sides[side, case.ranks] = made
+                sides[key] = SlowestRank(package, RANKS, env, site) if ranks else Workers(package, env, count, site)
         start([[wire], *(side.children for side in sides.values())])
         dormant = {key: Dormant(side) for key, side in sides.items()}
         for name in links:

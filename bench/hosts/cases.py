@@ -1,4 +1,5 @@
-"""The cases: calls and a backward pass between two workers, and collectives of two hosts with two ranks each.
+"""The cases: calls and a backward pass between two workers, one call to many, and collectives of two hosts with two
+ranks each.
 
 The size of a collective is that of a rank's larger buffer: the output of a gather, the input of a scatter.
 """
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from bench.cases import Api, Sample
 from bench.cases.autograd import one_hop
 from bench.cases.calls import add_python, empty, identity
+from bench.cases.one_to_many import BYTES, to_four
 from bench.channel import Staged
 
 KB, MB = 1 << 10, 1 << 20
@@ -34,7 +36,9 @@ class Case:
     samples: int
     warmup: int
     ranks: int = 0
-    """The size of the process group; 0 for two workers."""
+    """The size of the process group; 0 for workers."""
+    workers: int = 2
+    """How many workers; all but the first are on the other host."""
     crossing: int = 0
     """For bulk, the bytes that must cross the link one after the other."""
 
@@ -147,6 +151,7 @@ def _all_cases() -> list[Case]:
         Case("add-python", "call of two 3x3 tensors", add_python, samples=200, warmup=20),
         Case("backward-1", "forward and backward, 1 hop", one_hop, samples=100, warmup=10),
         Case("echo-10mb", "echo 10 MB", echo, samples=2, warmup=1, crossing=2 * 10 * MB),
+        Case("to-four-50mb", "50 MB to four workers", to_four, samples=2, warmup=1, workers=5, crossing=BYTES),
     ]
     small = [
         Case(f"{name}-4kb", f"{name} 4 KB", _collective(make, 4 * KB), samples=30, warmup=5, ranks=RANKS)

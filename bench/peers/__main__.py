@@ -19,7 +19,10 @@ from bench.report import micros, render, times
 from bench.rounds import Job, Outcome, alternate, ratio, round_ratios, rounded
 
 SIDES = {"farprop": "farprop", "torch": "torch.distributed"}
-CASE_NAMES = ["empty", "echo-1mb", "echo-128mb"]
+CASE_NAMES = ["empty", "echo-1mb", "echo-128mb", "await", "coroutine-1000", "stream-small", "stream-1mb"]
+# Monarch has no streams of an actor's method, and what is awaited are async functions of Ray's actors.
+RAY_ONLY = {"await", "coroutine-1000", "stream-small", "stream-1mb"}
+WITH_ARRAYS = {"echo-1mb", "echo-128mb", "stream-1mb"}
 RESULTS = ROOT / "bench" / "peers-results.json"
 ROUNDS = 5
 VENVS = ROOT / "build" / "peers"
@@ -37,6 +40,10 @@ class Column:
 
     def case(self, name: str) -> str:
         return name + self.suffix
+
+    def has(self, name: str) -> bool:
+        """Whether it has a case: its peer can, and there are arrays if it is about them."""
+        return name in WITH_ARRAYS if self.suffix else self.peer == "ray" or name not in RAY_ONLY
 
 
 COLUMNS = [Column("Ray", "ray"), Column("Ray, NumPy", "ray", ":numpy"), Column("Monarch", "monarch")]
@@ -80,8 +87,7 @@ def jobs_for(ours: Side, running: Mapping[str, Child]) -> list[Job]:
     for name in CASE_NAMES:
         sides: dict[str, tuple[Side, str]] = {"ours": (ours, name)}
         for column in COLUMNS:
-            # an empty call has no array
-            if column.peer in running and not (column.suffix and name == "empty"):
+            if column.peer in running and column.has(name):
                 sides[column.title] = (running[column.peer], column.case(name))
         case = CASES[name]
         jobs.append(Job(name, sides, case.samples, case.warmup, case.calls))

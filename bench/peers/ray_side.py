@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from bench.channel import Sample, serve, take_stdout
 
 MEGABYTES = {"echo-1mb": 1, "echo-128mb": 128}
+IN_TURN, TOGETHER = 20, 1000  # as in bench.cases.awaiting, which is not imported in Ray's venv
+STREAMS = {"stream-small": 1000, "stream-1mb": 50}  # items, as in bench.cases.streams, which needs torch's RPC
 
 
 class Actor:
@@ -17,6 +20,26 @@ class Actor:
 
     def echo(self, x: Any) -> Any:
         return x
+
+    def numbers(self, count: int) -> Any:
+        # Ray sends values into a generator, which a range does not take.
+        for number in range(count):  # noqa: UP028
+            yield number
+
+    def tensors(self, count: int, as_array: bool) -> Any:
+        import torch
+
+        x = torch.arange(1 << 18, dtype=torch.float32)
+        for _ in range(count):
+            yield x.numpy() if as_array else x
+
+
+class AsyncActor:
+    async def noop(self) -> None:
+        return None
+
+    async def coroutine(self) -> None:
+        await asyncio.sleep(0)
 
 
 def main() -> None:
@@ -37,10 +60,29 @@ def main() -> None:
         )
         actor = ray.remote(Actor).remote()
 
+        async_actor = ray.remote(AsyncActor).remote()
+        loop = asyncio.new_event_loop()
+
+        async def one_by_one() -> None:
+            for _ in range(IN_TURN):
+                await async_actor.noop.remote()
+
+        async def together() -> None:
+            await asyncio.gather(*[async_actor.coroutine.remote() for _ in range(TOGETHER)])
+
         def prepare(name: str) -> Sample:
+            if name == "await":
+                return lambda: loop.run_until_complete(one_by_one())
+            if name == "coroutine-1000":
+                return lambda: loop.run_until_complete(together())
             if name == "empty":
                 return lambda: ray.get(actor.noop.remote())
             size, _, kind = name.partition(":")
+            if size in STREAMS:
+                method = actor.numbers if size == "stream-small" else actor.tensors
+                args = (STREAMS[size],) if size == "stream-small" else (STREAMS[size], kind == "numpy")
+                streaming = method.options(num_returns="streaming")
+                return lambda: [ray.get(item) for item in streaming.remote(*args)]
             x = torch.arange(MEGABYTES[size] << 18, dtype=torch.float32)
             # Ray passes NumPy arrays to the reader without a copy, and pickles tensors
             value = x.numpy() if kind == "numpy" else x
@@ -50,7 +92,7 @@ def main() -> None:
                 raise AssertionError("Ray gave back another tensor")
             return lambda: ray.get(actor.echo.remote(value))
 
-        ray.get(actor.noop.remote())
+        ray.get([actor.noop.remote(), async_actor.noop.remote()])
         serve(prepare, reply_fd)
         ray.shutdown()
     finally:

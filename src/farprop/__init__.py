@@ -5,13 +5,19 @@ Start with :mod:`farprop.rpc`, a drop-in for ``torch.distributed.rpc``, or in a 
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from farprop.launch.local import workers as workers
     from farprop.profiler.profile import profile as profile
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
+
+
+def __dir__() -> list[str]:
+    modules = [name for name, value in globals().items() if isinstance(value, ModuleType)]
+    return ["__version__", "profile", "workers", *modules]  # two of them are looked up on first use
 
 
 def __getattr__(name: str) -> Any:

@@ -138,6 +138,7 @@ set_unwrap_function: Any = _find("torch._C.Future._set_unwrap_func", _FUTURES, N
 _VIEWS = "quick looks at views that are sent to other workers"
 _HOOKS = "hooks of leaves in distributed backward passes"
 _TAKING = "gradients that are taken as they come, without a copy"
+_CHANGES = "the names of parameters that another trainer changes under a backward pass"
 # C code, for ``finally``: an interrupt at the start of the ``__exit__`` of ``torch.no_grad`` would leave its mode on.
 set_grad_enabled: Any = _find(
     "torch._C._set_grad_enabled", "a grad mode that interrupts leave as it was", torch.set_grad_enabled
@@ -155,6 +156,9 @@ def _find_attribute(name: str, feature: str, fallback: Any) -> Any:
 # Used as a truth value. Without the name, every leaf is treated as one with hooks.
 backward_hooks: Any = _find_attribute("torch.Tensor._backward_hooks", _HOOKS, lambda tensor: True)
 post_accumulate_hooks: Any = _find_attribute("torch.Tensor._post_accumulate_grad_hooks", _HOOKS, lambda tensor: None)
+# How often a tensor was changed in place. Without it, no step is found that changed a parameter, and a step with
+# ``consistency`` does not see which graphs need the old values.
+version_of: Any = _find_attribute("torch.Tensor._version", _CHANGES, lambda tensor: 0)
 # The reference count of a tensor. The fallback's results are never equal to a count, so every tensor counts as shared.
 use_count: Any = _find("torch.Tensor._use_count", _TAKING, lambda tensor: object())
 # These also work for sparse tensors that are not coalesced.
@@ -214,6 +218,18 @@ _is_excluded: Any = _find("torch._C._dispatch_tls_is_dispatch_key_excluded", _OP
 _AUTOGRAD_KEY: Any = _find("torch._C.DispatchKey.AutogradFunctionality", _OPERATORS, None)
 is_key_excluded: Any = (lambda key: False) if None in (_is_excluded, _AUTOGRAD_KEY) else _is_excluded
 AUTOGRAD_KEY: Any = _AUTOGRAD_KEY
+
+# Transforms of functions, and forward mode
+_TRANSFORMS = "errors of calls with tensors of torch.func or of forward mode that say what is possible"
+# The innermost transform of torch.func that runs in this thread, or None.
+current_transform: Any = _find("torch._C._functorch.peek_interpreter_stack", _TRANSFORMS, lambda: None)
+_forward_ad: Any = torch.autograd.forward_ad
+_DUAL_LEVEL = "torch.autograd.forward_ad._current_level"
+_has_levels: Final = _find(_DUAL_LEVEL, _TRANSFORMS, None) is not None
+# The level of forward mode; below 0 outside of it. Every call asks: C code, for speed.
+dual_level: Callable[[], int] = (
+    partial(operator.attrgetter(_DUAL_LEVEL.rpartition(".")[2]), _forward_ad) if _has_levels else lambda: -1
+)
 
 
 # Profiles
@@ -305,6 +321,33 @@ def _tree_map_only(kind: Any, change: Callable[[Any], Any], tree: Any) -> Any:
 _TREES = "tensors inside of containers of other classes than list, tuple and dict, in optimisers and modules"
 tree_map: Any = _find("torch.utils._pytree.tree_map", _TREES, _tree_map)
 tree_map_only: Any = _find("torch.utils._pytree.tree_map_only", _TREES, _tree_map_only)
+
+
+# Mixed precision and checkpoints
+
+_AUTOCAST = "autocast of the caller in called functions"
+is_any_autocast_enabled: Any = _find("torch._C._is_any_autocast_enabled", _AUTOCAST, lambda: False)
+privateuse_name: Any = _find("torch._C._get_privateuse1_backend_name", _AUTOCAST, lambda: "privateuseone")
+_SCALER = "farprop.optim.GradScaler"
+check_scaler: Any = _find("torch.amp.GradScaler._check_scale_growth_tracker", _SCALER)
+scale_of: Any = operator.attrgetter("_scale")  # a tensor; None before the first loss is scaled
+
+
+def scaler_state(scaler: Any, optimizer: Any) -> dict[str, Any]:
+    """What a ``GradScaler`` notes of an optimizer until the next update."""
+    state: dict[str, Any] = scaler._per_optimizer_states[id(optimizer)]
+    return state
+
+
+_CHECKPOINTS = "calls inside of torch.utils.checkpoint that are made once"
+checkpoint: Any = _find("torch.utils.checkpoint.checkpoint", _CHECKPOINTS)
+CheckpointFunction: Any = _find("torch.utils.checkpoint.CheckpointFunction", _CHECKPOINTS, None)
+_ONCE = "checkpointed functions that run again once a pass, however often it stops in between"
+graph_exec_group: Any = _find("torch._C._get_graph_exec_group", _ONCE, lambda: None)
+set_graph_exec_group: Any = _find("torch._C._set_graph_exec_group", _ONCE, lambda group: None)
+checkpoint_generator: Final = _find_hook(
+    "torch.utils.checkpoint._checkpoint_without_reentrant_generator", 6, _CHECKPOINTS
+)
 
 
 # The debug server

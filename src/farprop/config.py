@@ -37,6 +37,7 @@ class Settings:
     on_failure: str = "tell"
     autograd_mode: str = "smart"
     restricted: bool = False
+    send_autocast: bool = True
     spin_microseconds: int = 2000
     job_name: str = ""
 
@@ -79,6 +80,7 @@ class Settings:
             secret=env.get("FARPROP_SECRET") or None,
             secret_file=env.get("FARPROP_SECRET_FILE") or None,
             restricted=_switch(env, "FARPROP_RESTRICTED", False),
+            send_autocast=_switch(env, "FARPROP_SEND_AUTOCAST", True),
             insecure=_switch(env, "FARPROP_INSECURE", False),
             tls=_switch(env, "FARPROP_TLS", True),
             max_message_bytes=_number(env, "FARPROP_MAX_MESSAGE_BYTES", cls.max_message_bytes, "bytes"),

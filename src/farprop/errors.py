@@ -6,9 +6,12 @@ called function is not wrapped: the caller gets its own type.
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
+_SHOWN = 5
 _E = TypeVar("_E", bound=BaseException)
 
 
@@ -60,12 +63,25 @@ class OverloadedError(FarpropError):
     may_have_run = False
 
 
+class CallCancelledError(FarpropError, concurrent.futures.CancelledError):
+    """This program has cancelled the call. What had not begun on the other worker will not run.
+
+    ``await`` raises ``asyncio.CancelledError`` instead, which asyncio needs: see docs/asyncio.md.
+    """
+
+
 class ReferenceLostError(ConnectionLostError):
     """The value of a remote reference is lost: its owner died, or the value was never made."""
 
 
 class RemoteError(FarpropError):
     """A function raised on another worker and its exception could not be rebuilt here.
+
+    Args:
+        message: the text.
+        worker: see below.
+        type_name: see below.
+        remote_traceback: see below.
 
     Attributes:
         worker: the name of the worker on which the function ran.
@@ -81,6 +97,51 @@ class RemoteError(FarpropError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.args[0], self.worker, self.type_name, self.remote_traceback)
+
+
+class GatherError(ExceptionGroup[Exception], FarpropError):
+    """Some of the calls that ``rpc.gather`` waited for failed. As an ``ExceptionGroup`` it has their errors.
+
+    Attributes:
+        errors: the errors, by worker, or by place in the list of futures.
+        results: the results of the other calls, in the same way.
+    """
+
+    errors: Mapping[Any, Exception] = {}
+    results: Mapping[Any, Any] = {}
+
+    @classmethod
+    def of(cls, errors: Mapping[Any, Exception], results: Mapping[Any, Any]) -> GatherError:
+        """The error for these outcomes.
+
+        Args:
+            errors: The errors, by worker or by place in the list of futures.
+            results: The results of the other calls, in the same way.
+
+        Returns:
+            The error.
+        """
+        shown = "; ".join(f"{key}: {type(error).__name__}: {error}" for key, error in [*errors.items()][:_SHOWN])
+        more = f"; and {len(errors) - _SHOWN} more" if len(errors) > _SHOWN else ""
+        made = cls(f"{len(errors)} of {len(errors) + len(results)} calls failed: {shown}{more}", [*errors.values()])
+        made.errors, made.results = errors, results
+        made.may_have_run = any(getattr(error, "may_have_run", True) for error in errors.values())
+        return made
+
+    def derive(self, errors: Sequence[Any], /) -> Any:
+        """A part of it, as ``except*`` makes it.
+
+        Args:
+            errors: Some of its errors.
+
+        Returns:
+            A ``GatherError`` of these errors, and of all results.
+        """
+        made = GatherError(self.message, errors)
+        kept = {id(error) for error in errors}
+        made.errors = {key: error for key, error in self.errors.items() if id(error) in kept}
+        made.results = self.results
+        return made
 
 
 class BackwardError(FarpropError):
@@ -113,6 +174,10 @@ class TorchVersionError(FarpropError):
 
 class TorchVersionWarning(UserWarning):
     """Farprop was not tested with this version of torch, or the version lacks names that farprop uses."""
+
+
+class LostGradientWarning(UserWarning):
+    """A backward pass ended at a tensor that another worker computed, because the call had no autograd context."""
 
 
 class ProtocolError(FarpropError):

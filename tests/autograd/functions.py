@@ -124,7 +124,7 @@ def later(worker: str, x: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 async def coroutine(worker: str, x: torch.Tensor) -> torch.Tensor:
-    return rpc.rpc_sync(worker, times_parameter, args=(x,)) + 1  # type: ignore[no-any-return]
+    return await rpc.rpc_async(worker, times_parameter, args=(x,)) + 1  # type: ignore[no-any-return]
 
 
 def current_context_id() -> int:

@@ -15,7 +15,24 @@ import farprop.autograd as autograd
 import farprop.rpc as rpc
 from farprop.runtime.agent_registry import current_agent
 
-ran: list[Any] = []
+
+class Notes(list[Any]):
+    """What functions have noted here, in order. A thread can wait for a note."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+
+    def append(self, note: Any) -> None:
+        with self._changed:
+            super().append(note)
+            self._changed.notify_all()
+
+    def wait_for(self, note: Any) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: note in self, 30), self
+
+
+ran = Notes()
 gate = threading.Event()
 
 
@@ -226,3 +243,41 @@ def gradient_through(worker: str) -> list[float]:
         product = rpc.rpc_sync(worker, torch.mul, args=(weight, 2.0))
         autograd.backward(context, [product.sum()])
         return list(autograd.get_gradients(context)[weight].tolist())
+
+
+async def coroutine_until_cancelled(value: Any) -> Any:
+    """Notes that it begins, that it is cancelled, and that its clean-up could wait."""
+    ran.append(("begins", value))
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        await asyncio.sleep(0)
+        ran.append(("cancelled", value))
+        raise
+
+
+async def coroutine_that_ignores_cancels() -> torch.Tensor:
+    ran.append("begins")
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        ran.append("goes on")
+    return torch.zeros(1 << 20)
+
+
+def wait_until_noted(value: Any) -> None:
+    """Wait until a function has noted this value here."""
+    ran.wait_for(value)
+
+
+def served_state() -> tuple[int, int, int]:
+    """Requests of others that are open here (but for this one), that are cancelled, and that can be stopped."""
+    agent = current_agent()
+    tables = [connection.served for connection in agent._accepted.all()]
+    own = agent.peers.connections.get(agent.get_worker_info().name)
+    if own is not None:
+        tables.append(own._connection.served)
+    for table in tables:
+        table.validate()
+    opened = sum(len(table.open) for table in tables) - 1
+    return opened, sum(len(table.cancelled) for table in tables), sum(len(table._stops) for table in tables)

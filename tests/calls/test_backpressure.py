@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -130,7 +131,11 @@ def _call_back_and_forth(depth: int) -> int:
 
 async def _call_from_a_coroutine(depth: int) -> int:
     to = "worker1" if rpc.get_worker_info().id == 0 else "worker0"
-    return rpc.rpc_async(to, _call_back_and_forth, args=(depth,), timeout=30).wait() if depth else 0
+    return await rpc.rpc_async(to, _call_back_and_forth, args=(depth,), timeout=30) if depth else 0
+
+
+async def _call_from_a_thread_of_a_coroutine(depth: int) -> int:
+    return await asyncio.to_thread(_call_back_and_forth, depth)
 
 
 def _flood_back_and_forth(function: Any) -> list[int]:
@@ -140,7 +145,7 @@ def _flood_back_and_forth(function: Any) -> list[int]:
     return [future.wait() for future in futures[:20]]
 
 
-@pytest.mark.parametrize("function", [_call_back_and_forth, _call_from_a_coroutine])
+@pytest.mark.parametrize("function", [_call_back_and_forth, _call_from_a_coroutine, _call_from_a_thread_of_a_coroutine])
 def test_nested_calls_get_through_when_both_sides_are_full(env: dict[str, str], function: Any) -> None:
     tight = {**_limited(env), "FARPROP_IN_FLIGHT_BYTES": "2000"}  # two small calls
     with cluster(2, tight, options={"num_worker_threads": 2}) as c:

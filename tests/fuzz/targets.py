@@ -56,6 +56,7 @@ def messages() -> Target:
         unpack_operations,
         unpack_share,
     )
+    from farprop.wire.modes_head import ModesHead
     from farprop.wire.trace_head import TraceHead
 
     def heads(data: bytes) -> None:
@@ -104,7 +105,10 @@ def messages() -> Target:
         assert len(said) <= first_failure.MAX_TEXT
         assert said.isprintable()
 
-    parsers = [heads, context, share, head, operations, answer, trace, command, recorded, last_words]
+    def modes(data: bytes) -> None:
+        ModesHead.parse(data)
+
+    parsers = [heads, context, share, head, operations, answer, trace, command, recorded, last_words, modes]
 
     def run(data: bytes) -> None:
         if data:
@@ -252,6 +256,7 @@ def seeds(name: str) -> list[bytes]:
         pack_operations,
         pack_share,
     )
+    from farprop.wire.modes_head import ModesHead
     from farprop.wire.trace_head import TraceHead
     from tests.support.raw_messages import pack, pack_fork, pack_forks
 
@@ -290,6 +295,7 @@ def seeds(name: str) -> list[bytes]:
             b"\7" + recording.pack(recording.Begin("r", True, 9)),
             b"\x08" + recording.pack(recording.Recorded(0.0, 1.0, [span], 0, [operator], 0, ["why"], {1: "t"}, 1, 0.5)),
             b"\x09w1 failed first: ValueError: \x1b[31m\xff",
+            b"\x0a" + ModesHead({"cpu": "bfloat16"}, True).pack(),
         ],
         "group_frames": [
             b"\3" + groups.HEARTBEAT + groups.pack(groups.FrameKind.MESSAGE, 1, "int8", 4) + b"data",

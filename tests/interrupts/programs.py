@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -96,6 +96,28 @@ def async_many() -> Operation:
             future.wait()
 
     return run
+
+
+def numbers(n: int) -> Iterator[int]:
+    yield from range(n)
+
+
+def stream() -> Operation:
+    return lambda: list(rpc.stream("worker1", numbers, args=(5,), window=2))
+
+
+def stream_left_early() -> Operation:
+    def run() -> None:
+        for number in rpc.stream("worker1", numbers, args=(1000,), window=2):
+            if number == 3:
+                break
+
+    return run
+
+
+def many() -> Operation:
+    large = torch.ones(100_000)
+    return lambda: rpc.gather(rpc.broadcast(["worker0", "worker1"], same, args=(large,)))
 
 
 def remote() -> Operation:
@@ -227,6 +249,9 @@ PROGRAMS: dict[str, Callable[[], Operation]] = {
         async_with_callback,
         wait_for_done,
         async_many,
+        stream,
+        stream_left_early,
+        many,
         remote,
         remote_to_self,
         own_reference,

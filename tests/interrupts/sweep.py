@@ -27,7 +27,7 @@ from farprop import locks
 from farprop.runtime.agent_registry import current_agent, is_agent_set
 from farprop.runtime.autograd import context_cleanup
 from tests.interrupts.points import Interrupts, Point
-from tests.interrupts.programs import PROGRAMS, Box, same
+from tests.interrupts.programs import PROGRAMS, Box, numbers, same
 from tests.references.looking import counts
 from tests.support.workers import Cluster, processes
 
@@ -318,6 +318,7 @@ def _use_everything() -> None:
     assert rpc.rpc_async("worker1", same, args=(8,), timeout=10).wait() == 8
     assert rref.rpc_sync(timeout=10).get() == 7
     assert rpc.rpc_sync("worker0", same, args=(9,), timeout=10) == 9
+    assert list(rpc.stream("worker1", numbers, args=(3,), timeout=10)) == [0, 1, 2]
 
 
 def _left() -> dict[str, Any]:
@@ -337,6 +338,7 @@ def _own_state() -> dict[str, int]:
     state["ended contexts"] = not agent.context_cleanup.ended.is_empty
     state["references to settle"] = not agent.references.settled
     state["waiters"] = len(agent.gradients._waiters)
+    state["streams"] = len(agent.streams) + len(agent.served_streams)
     return state
 
 

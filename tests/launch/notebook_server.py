@@ -6,7 +6,9 @@ It is a process of its own because Jupyter's client leaves sockets and event loo
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 
 import jupyter_client
 import nbclient
@@ -15,9 +17,13 @@ import nbformat
 
 def main() -> None:
     book = nbformat.v4.new_notebook()
-    manager = jupyter_client.AsyncKernelManager(kernel_name="python3", transport="ipc")
+    sockets = tempfile.TemporaryDirectory()
+    # A kernel leaves its sockets behind.
+    manager = jupyter_client.AsyncKernelManager(
+        kernel_name="python3", transport="ipc", ip=os.path.join(sockets.name, "kernel")
+    )
     client = nbclient.NotebookClient(book, km=manager, timeout=100)
-    with client.setup_kernel():
+    with sockets, client.setup_kernel():
         _answer({"pid": manager.provisioner.pid})
         for line in sys.stdin:
             cell = nbformat.v4.new_code_cell(json.loads(line))

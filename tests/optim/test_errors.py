@@ -10,9 +10,9 @@ from torch import optim
 
 import farprop.autograd as dist_autograd
 import farprop.rpc as rpc
-from farprop.errors import ConnectionLostError, UsageError
+from farprop.errors import BackwardError, ConnectionLostError, UsageError
 from farprop.optim import DistributedOptimizer
-from tests.optim.models import Far, Near, assert_same, inputs, train_far, train_near
+from tests.optim.models import Far, Near, assert_same, in_threads, inputs, train_far, train_near
 from tests.support.workers import Cluster, cluster
 
 told: list[str] = []
@@ -136,6 +136,85 @@ def _wrong_use() -> None:
 
 def test_wrong_arguments_raise(workers: Cluster) -> None:
     workers.run(0, _wrong_use)
+
+
+class Scaled(torch.nn.Module):
+    """Multiplies with a parameter; the backward pass needs its value."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.by = torch.nn.Parameter(torch.full((2, 3), value))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.by
+
+
+def not_a_leaf() -> torch.Tensor:
+    return torch.ones(2, 3, requires_grad=True) * 2
+
+
+def _non_leaf() -> None:
+    leaf = rpc.remote("worker1", torch.nn.Parameter, args=(torch.ones(1),))
+    other = rpc.remote("worker1", not_a_leaf)
+    with pytest.raises(
+        ValueError, match=r"can't optimize a non-leaf Tensor: params_rref\[2\] on worker1, of shape \(2, 3\)"
+    ) as e:
+        DistributedOptimizer(optim.SGD, [leaf, rpc.RRef(torch.nn.Parameter(torch.ones(1))), other], lr=0.5)
+    assert "the result of MulBackward0" in str(e.value)
+
+
+def test_a_parameter_that_is_no_leaf_is_named(workers: Cluster) -> None:
+    workers.run(0, _non_leaf)
+
+
+def step_of_another(module: rpc.RRef[Scaled], parameters: list[rpc.RRef[Any]]) -> None:
+    """On another worker: a whole step."""
+    optimizer = DistributedOptimizer(optim.SGD, parameters, lr=0.5)
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [module.rpc_sync().forward(torch.ones(2, 3, requires_grad=True)).sum()])
+        optimizer.step(context_id)
+
+
+def _changed_meanwhile() -> None:
+    module = rpc.remote("worker1", Scaled, args=(2.0,))
+    (parameter,) = rpc.rpc_sync("worker1", _parameters, args=(module,))
+    unused = rpc.remote("worker1", torch.nn.Parameter, args=(torch.ones(1),))
+    x = torch.ones(2, 3, requires_grad=True)
+    with dist_autograd.context() as context_id:
+        loss = module.rpc_sync().forward(x).sum()
+        # In a thread without this context.
+        in_threads(1, lambda _: rpc.rpc_sync("worker2", step_of_another, args=(module, [unused, parameter])))
+        with pytest.raises(BackwardError, match="modified by an inplace operation") as raised:
+            dist_autograd.backward(context_id, [loss])
+    notes = "\n".join(raised.value.__notes__)
+    assert "It is params_rref[1] (shape (2, 3)) on worker1, which a step of worker2 (context " in notes
+    assert 'consistency="versioned"' in notes
+    # The same in a graph of the caller's own, and by a step of its own.
+    near = Scaled(2.0)
+    optimizer = DistributedOptimizer(optim.SGD, [rpc.RRef(near.by)], lr=0.5)
+    with dist_autograd.context() as context_id:
+        loss = near(x).sum()
+        dist_autograd.backward(context_id, [loss], retain_graph=True)
+        optimizer.step(context_id)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as own:
+            dist_autograd.backward(context_id, [loss])
+    assert "params_rref[0] (shape (2, 3)) on worker0, which a step of this same context" in own.value.__notes__[0]
+    # Another change is not blamed on a step.
+    with dist_autograd.context() as context_id:
+        loss = near(x).sum()
+        with torch.no_grad():
+            near.by.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as other:
+            dist_autograd.backward(context_id, [loss])
+    assert not hasattr(other.value, "__notes__")
+
+
+def _parameters(module: rpc.RRef[Scaled]) -> list[rpc.RRef[Any]]:
+    return [rpc.RRef(module.local_value().by)]
+
+
+def test_a_parameter_that_another_trainer_has_changed_is_named(workers: Cluster) -> None:
+    workers.run(0, _changed_meanwhile)
 
 
 def _set_up() -> None:

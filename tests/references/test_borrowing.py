@@ -59,7 +59,7 @@ def _operations_of_all(c: Cluster) -> list[dict[str, int]]:
 
 
 async def _to_here_async(rref: Any) -> Any:
-    return rref.to_here()
+    return await rref
 
 
 @rpc.functions.async_execution

@@ -85,8 +85,17 @@ def _failing(owner: str) -> None:
         rref.rpc_async().missing().wait()
     with pytest.raises(AttributeError, match="'Thing' object has no attribute 'missing'"):
         rref.remote().missing()
-    with pytest.raises(TypeError, match="not callable"):
+    with pytest.raises(
+        TypeError, match="'name' of a Thing is a str, and not callable.*lambda rref: rref.local_value..\\.name"
+    ):
         rref.rpc_sync().name()
+    with pytest.raises(TypeError, match="'name' of a Thing is a str"):
+        rref.remote().name().to_here()
+    for proxy in (rref.rpc_sync(), rref.rpc_async(), rref.remote()):
+        with pytest.raises(
+            AttributeError, match=f"has no attribute 'upper': .* calls the method name of the value on {owner}"
+        ):
+            proxy.name.upper()  # a proxy does not know that this is no method
     # neither of these may hang
     for call in (
         lambda: rref.rpc_sync(timeout=20).later_not_a_future(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,16 @@ CALLED: list[str] = []  # forbidden functions that ran on this worker
 @rpc.expose
 def add(left: Any, right: Any = 1) -> Any:
     return left + right
+
+
+@rpc.expose(name="counted")
+def count(to: int) -> Iterator[int]:
+    yield from range(to)
+
+
+def hidden_count(to: int) -> Iterator[int]:
+    CALLED.append("hidden_count")
+    yield from range(to)
 
 
 @rpc.expose
@@ -41,6 +52,23 @@ def add_later(left: Any, right: Any) -> torch.futures.Future[Any]:
 async def add_in_a_coroutine(left: Any, right: Any) -> Any:
     await asyncio.sleep(0)
     return left + right
+
+
+noted: list[str] = []
+
+
+@rpc.expose
+async def wait_until_cancelled() -> None:
+    noted.append("begun")
+    try:
+        await asyncio.Event().wait()
+    finally:
+        noted.append("cancelled")
+
+
+@rpc.expose
+def last_note() -> str:
+    return noted[-1] if noted else ""
 
 
 @rpc.expose
@@ -89,6 +117,17 @@ class Point:
     def __post_init__(self) -> None:
         if self.x == 13:
             raise ValueError("no 13")
+
+
+@rpc.expose
+@dataclass(frozen=True)
+class CallablePoint:
+    x: int
+    y: int
+
+    def __call__(self) -> Iterator[int]:
+        CALLED.append("CallablePoint")
+        yield self.x
 
 
 @dataclass

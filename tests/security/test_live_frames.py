@@ -10,6 +10,7 @@ from farprop.ids import GlobalId
 from farprop.protocol.references.records import Fork
 from farprop.wire.message import (
     ANSWER,
+    CANCEL,
     CONTEXT,
     FAILURE,
     FAST,
@@ -50,9 +51,10 @@ def _random_message(chance: random.Random) -> bytes:
     if flags & CONTEXT:
         meta += chance.randbytes(chance.choice([0, 10, 24, 30]))
     meta += chance.choice([b"", b"\x80\x05K\x01\x85}\x86.", b"\x80\x05)}\x86.", chance.randbytes(20)])
-    kind = chance.choice([REQUEST] * 20 + [ANSWER, FAILURE, NOTICE])
+    kind = chance.choice([REQUEST] * 20 + [CANCEL] * 10 + [ANSWER, FAILURE, NOTICE])
     table = [(chance.choice([1, 100]), chance.choice([0, 5]))] * (chance.random() < 0.1)
-    return pack(kind, flags, chance.getrandbits(64), chance.choice([0.0, 1e-9, 5.0]), chance.choice(NAMES), meta, table)
+    call_id = chance.choice([chance.getrandbits(64), chance.randrange(20)])
+    return pack(kind, flags, call_id, chance.choice([0.0, 1e-9, 5.0]), chance.choice(NAMES), meta, table)
 
 
 def _random_id(chance: random.Random) -> GlobalId:

@@ -230,8 +230,8 @@ def _call_through_helpers() -> list[str]:
         (remote_module._train, (caller, True)),
         (remote_module._create_module, (f.hidden, (), {}, "cpu")),
         (remote_module._create_module, (f.Caller, (), {}, "cpu")),
-        (local._new_local_optimizer, (f.hidden, [caller])),
-        (local._new_local_optimizer, ("os:system", [caller])),
+        (local._new_shard, (f.hidden, [caller], [0], (), {})),
+        (local._new_shard, ("os:system", [caller], [0], (), {})),
         (remote_module._create_module, (b"os:system", (), {}, "cpu")),
     ):
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 from pathlib import Path
@@ -15,12 +16,22 @@ import torch.distributed as dist
 import farprop.autograd as dist_autograd
 import farprop.distributed  # noqa: F401
 import farprop.rpc as rpc
-from farprop.errors import NotDataError, NotExposedError, RemoteError, RendezvousError, UsageError
+from farprop.errors import (
+    ConnectionLostError,
+    NotDataError,
+    NotExposedError,
+    ProtocolError,
+    RemoteError,
+    RendezvousError,
+    UsageError,
+)
 from farprop.nn import RemoteModule
 from farprop.optim import DistributedOptimizer
 from farprop.rpc import rref_proxy
+from farprop.runtime.agent_registry import current_agent
 from farprop.wire import codec
 from farprop.wire import fast_codec as plain
+from farprop.wire.message import Message, Method, ParcelPart
 from tests.security import functions as f
 from tests.support.workers import run_workers
 
@@ -88,6 +99,71 @@ def _calls() -> None:
 
 def test_calls_of_exposed_functions() -> None:
     _in_job(_calls)
+
+
+def _awaited_and_cancelled_calls() -> None:
+    async def awaits() -> None:
+        assert await rpc.rpc_async("worker1", f.add, (1,)) == 2
+        assert await rpc.remote("worker1", f.add, (1,)) == 2
+
+    asyncio.run(awaits())
+    waiting = rpc.rpc_async("worker1", f.wait_until_cancelled)
+    while rpc.rpc_sync("worker1", f.last_note) != "begun":
+        pass
+    assert waiting.cancel()
+    while rpc.rpc_sync("worker1", f.last_note) != "cancelled":
+        pass
+
+
+def test_calls_are_awaited_and_cancelled() -> None:
+    _in_job(_awaited_and_cancelled_calls)
+
+
+def _streams() -> None:
+    assert list(rpc.stream("worker1", f.count, (40,))) == list(range(40))
+    assert list(rpc.stream("worker1", "counted", kwargs={"to": 4})) == [0, 1, 2, 3]
+    internal = "farprop.rpc.api:_gather_to_leader"
+    for function in (f.hidden_count, "tests.security.functions:hidden_count", "builtins:range", internal):
+        with pytest.raises(NotExposedError, match="worker1|which is not exposed"):
+            list(rpc.stream("worker1", function, (3,)))
+    # A dataclass that can be called is data, and not a function.
+    with pytest.raises(NotExposedError):
+        list(rpc.stream("worker1", f.CallablePoint(1, 2)))  # type: ignore[call-overload]
+    with pytest.raises(UsageError, match="returned a int"):
+        list(rpc.stream("worker1", f.add, (1,)))
+    agent = current_agent()
+    for args in ((1, 2), ("1", 2, f.count), (1, 2, 3), (1, 2, None)):
+        with pytest.raises(ProtocolError):
+            agent.call_sync("worker1", Method.STREAM_OPEN, args, {}, 10.0)
+
+
+def test_streams_of_exposed_functions() -> None:
+    _in_job(_streams)
+
+
+def _calls_to_many() -> None:
+    large = torch.ones(300, 300)
+    names = ["worker0", "worker1"]
+    for sent in rpc.gather(rpc.broadcast(names, f.echo, (large,))).values():
+        assert torch.equal(sent, large)
+    assert rpc.gather(rpc.map(names, "times", [(2, n) for n in range(4)])) == [0, 2, 4, 6]
+    outcomes = rpc.gather(rpc.broadcast(names, "tests.security.functions:hidden"), return_exceptions=True)
+    assert {type(outcome) for outcome in outcomes.values()} == {NotExposedError}
+    # There are no parcels, by which a worker could change what another one sends.
+    agent = current_agent()
+    message = agent.dialect.encode_call(None, (0, 1, 1), {})
+    with pytest.raises(NotExposedError, match="restricted jobs don't have"):
+        raise agent.dialect.decode_failure(
+            agent.peers.call_method(1, Method.PARCEL_DROP, message, 10.0, system=True).payload
+        )
+    request = Message(b"", [ParcelPart(1, 0, 1000)], name=b"tests.security.functions:echo")
+    with pytest.raises(ConnectionLostError):
+        agent.peers.connect("worker1").call_sync(request, 10.0)
+    assert rpc.rpc_sync("worker1", f.add, (1,)) == 2
+
+
+def test_calls_to_many_workers_have_no_parcels() -> None:
+    _in_job(_calls_to_many)
 
 
 def _values() -> None:

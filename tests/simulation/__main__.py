@@ -61,7 +61,7 @@ def _run(kind: str, options: argparse.Namespace) -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.simulation",
-        description="Whole jobs, and the protocols of references, passes and groups alone, on virtual time.",
+        description="Whole jobs, and the protocols of references, passes, groups and parcels alone, on virtual time.",
         epilog="mutants: " + ", ".join(MUTANTS),
     )
     parser.add_argument("--kind", choices=KINDS, help="only these; with one seed, references is what is meant")

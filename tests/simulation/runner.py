@@ -17,11 +17,24 @@ from tests.simulation.groups import world as group_world
 from tests.simulation.harness import MUTANTS, Mutant, Outcome, mutated
 from tests.simulation.job import mutants as job_mutants
 from tests.simulation.job import world as job_world
+from tests.simulation.parcels import mutants as parcel_mutants
+from tests.simulation.parcels import world as parcel_world
 from tests.simulation.passes import mutants as pass_mutants
-from tests.simulation.passes import runtime_mutants
+from tests.simulation.passes import recorded_mutants, runtime_mutants
 from tests.simulation.passes import world as pass_world
+from tests.simulation.streams import mutants as stream_mutants
+from tests.simulation.streams import world as stream_world
 
-MUTANT_FILES = (mutants, pass_mutants, runtime_mutants, group_mutants, job_mutants)
+MUTANT_FILES = (
+    mutants,
+    pass_mutants,
+    runtime_mutants,
+    recorded_mutants,
+    group_mutants,
+    parcel_mutants,
+    stream_mutants,
+    job_mutants,
+)
 
 
 class Kind(NamedTuple):
@@ -39,7 +52,7 @@ KINDS = {
         "Whole jobs",
         job_world.run,
         {
-            "calls": ("runs", "failed calls", "lost values"),
+            "calls": ("runs", "failed calls", "cancelled calls", "lost values"),
             "passes": ("passes", "failed passes"),
             "groups": ("collectives", "failed collectives"),
             "network": ("chunks", "dials"),
@@ -71,7 +84,7 @@ KINDS = {
         "Backward passes",
         pass_world.run,
         {
-            "passes": ("SMART", "FAST", "complete", "compared with the other mode"),
+            "passes": ("SMART", "FAST", "recorded", "to inputs", "complete", "compared with the other mode"),
             "outcomes": ("ended", "failed", "stuck", "cut short"),
             "messages": ("gradients", "give-backs", "surveys", "releases", "answers"),
             "bundles": ("bundles", "bundles that run together", "messages of a series", "kept credit"),
@@ -86,6 +99,13 @@ KINDS = {
         {"words": ("part words", "closed words", "goodbye words", "broken words")},
         ("mismatches", "deaths", "partings"),
     ),
+    "streams": Kind(
+        "Streams",
+        stream_world.run,
+        {"messages": ("items", "pulls", "answers", "answers with several items")},
+        ("early closes", "closes of unknown streams", "lost connections"),
+    ),
+    "parcels": Kind("Parcels", parcel_world.run, {"messages": ("routes", "chunks")}, parcel_world.FAULTS),
 }
 
 

@@ -197,6 +197,18 @@ def test_containers_survive() -> None:
     assert got["nested"] == value["nested"]
 
 
+def test_ordered_dicts_survive() -> None:
+    ordered: Any = collections.OrderedDict(b=1, a=collections.OrderedDict())
+    ordered["itself"] = ordered
+    with_attribute = collections.OrderedDict(x=2)
+    with_attribute.version = 3  # type: ignore[attr-defined]
+    got, other = round_trip((ordered, with_attribute))
+    assert type(got) is type(got["a"]) is collections.OrderedDict
+    assert list(got) == ["b", "a", "itself"]
+    assert got["itself"] is got
+    assert (other, other.version) == ({"x": 2}, 3)
+
+
 def test_modules_and_parameters_survive() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 2))
     module[2].weight.requires_grad_(False)

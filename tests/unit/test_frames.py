@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from farprop.errors import ProtocolError
 from farprop.wire import frames
 from farprop.wire.frames import FrameReader
-from farprop.wire.message import ANSWER, FORGET, HEADER, NOTICE, REQUEST, SYSTEM, TRACED, Message
+from farprop.wire.message import ANSWER, CANCEL, FORGET, HEADER, NOTICE, REQUEST, SYSTEM, TRACED, Message
 from tests.support.raw_messages import pack
 
 CAP = 1 << 30
@@ -49,7 +49,7 @@ def frame_and_bytes(draw: Any) -> tuple[dict[str, Any], list[bytes]]:
             table.append((size, 0))
             inline.append(random.Random(size).randbytes(size))
     frame = {
-        "kind": draw(st.sampled_from([REQUEST, ANSWER, NOTICE])),
+        "kind": draw(st.sampled_from([REQUEST, ANSWER, NOTICE, CANCEL])),
         "flags": draw(st.sampled_from([0, SYSTEM, TRACED, FORGET])),
         "call_id": draw(st.integers(0, 2**64 - 1)),
         "seconds": draw(st.floats(0, 1e6)),

@@ -22,6 +22,7 @@ from farprop.wire.message import (
     HEADS,
     MAX_ENDED,
     MAX_SECONDS,
+    MODES,
     NOTICE,
     REFS,
     REMOTE,
@@ -40,6 +41,7 @@ from farprop.wire.message import (
     pack_operations,
     unpack_operations,
 )
+from farprop.wire.modes_head import ModesHead
 from farprop.wire.trace_head import TraceHead
 
 shorts = st.integers(0, 2**16 - 1)
@@ -76,6 +78,7 @@ def received(data: bytes) -> Message:
     autograd=st.none() | autograd_heads,
     profile=st.none() | st.binary(max_size=50),
     returned=st.none() | st.lists(st.builds(ReturnedFork, ids, st.booleans()), max_size=5),
+    modes=st.none() | st.binary(max_size=50),
     payload=st.binary(max_size=50),
     kind=st.sampled_from([REQUEST, ANSWER]),
     other_flags=st.sampled_from([0, FAST, SYSTEM, FAST | SYSTEM]),
@@ -87,6 +90,7 @@ def test_heads_round_trip(
     autograd: AutogradHead | None,
     profile: bytes | None,
     returned: list[ReturnedFork] | None,
+    modes: bytes | None,
     payload: bytes,
     kind: int,
     other_flags: int,
@@ -99,12 +103,16 @@ def test_heads_round_trip(
     if returned is not None and kind == ANSWER:
         sent.flags |= RETURNS
         sent.returned = returned
+    if modes is not None and kind == REQUEST:
+        sent.flags |= MODES
+        sent.modes = modes
     got = received(sent.pack())
     for field in ("kind", "flags", "call_id", "seconds", "name", "creation", "autograd"):
         assert getattr(got, field) == getattr(sent, field), field
     assert list(got.refs) == list(sent.refs)
     assert list(got.returned) == list(sent.returned)
     assert bytes(got.trace) == sent.trace
+    assert not sent.flags & MODES or kind == ANSWER or bytes(got.modes) == modes
     assert bytes(got.payload) == payload
 
 
@@ -141,11 +149,29 @@ def test_truncated_returns_are_a_protocol_error(cut: int) -> None:
         message.parse_heads()
 
 
-@pytest.mark.parametrize("kind", [REQUEST, NOTICE])
-def test_only_answers_give_references_back(kind: int) -> None:
-    message = Message(bytes(4), [], flags=RETURNS, kind=kind)
+def test_only_answers_give_references_back() -> None:
+    message = Message(bytes(4), [], flags=RETURNS, kind=NOTICE)
     with pytest.raises(ProtocolError, match="no answer"):
         message.parse_heads()
+
+
+@pytest.mark.parametrize("cut", [1, 3, 5])
+def test_truncated_modes_are_a_protocol_error(cut: int) -> None:
+    message = Message(b"", [], flags=MODES, kind=REQUEST)
+    message.modes = b"{}"
+    message = Message(message.pack()[-6:-cut], [], flags=MODES, kind=REQUEST)
+    with pytest.raises(ProtocolError, match="short"):
+        message.parse_heads()
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.binary(max_size=50) | st.sampled_from([b"{}", b'{"autocast": {"cpu": 1}}', b'{"checkpoint": true}']))
+def test_garbage_modes_parse_or_are_a_protocol_error(data: bytes) -> None:
+    try:
+        head = ModesHead.parse(data)
+    except ProtocolError:
+        return
+    assert ModesHead.parse(head.pack()) == head
 
 
 def test_long_creation_site_is_truncated() -> None:

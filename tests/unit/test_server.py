@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from farprop.errors import ConnectionLostError
+from farprop.protocol.served_calls import ServedCalls
 from farprop.runtime.server import PendingReply, Server
 from farprop.wire.fast_codec import encode_value
 from farprop.wire.message import REMOTE
@@ -15,6 +16,9 @@ from farprop.wire.message import REMOTE
 
 class LostConnection:
     peer, rank, closed = "w3", 3, True
+
+    def __init__(self) -> None:
+        self.served: ServedCalls[Any] = ServedCalls()
 
     def send(self, message: Any, more: bool = False) -> None:
         raise ConnectionLostError("The connection to w3 is closed.")
@@ -49,6 +53,7 @@ class CorkingConnection:
 
     def __init__(self, server: Server, threads: Any) -> None:
         self._server, self._threads = server, threads
+        self.served: ServedCalls[Any] = ServedCalls()
         self.waiting: list[Any] = []
         self.sent: list[Any] = []
 

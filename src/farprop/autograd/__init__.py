@@ -19,6 +19,7 @@ from types import FrameType, TracebackType
 import torch
 
 from farprop.autograd.drawing import Drawing
+from farprop.autograd.higher_order import grad, hvp, jvp
 from farprop.errors import UsageError
 from farprop.rpc.options import checked_timeout
 from farprop.runtime import agent_registry
@@ -27,6 +28,7 @@ from farprop.runtime.autograd.contexts import Context as DistAutogradContext
 from farprop.runtime.autograd.contexts import current_context
 from farprop.runtime.autograd.driver import BackwardDriver
 from farprop.runtime.dynamo_disable import uncompiled
+from farprop.runtime.thread_pool import check_may_block, this_thread
 
 __all__ = [
     "DistAutogradContext",
@@ -36,17 +38,25 @@ __all__ = [
     "draw",
     "get_gradients",
     "get_mode",
+    "grad",
+    "hvp",
     "is_available",
+    "jvp",
     "set_mode",
 ]
 
 _MODES = ("smart", "fast")
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class context:  # noqa: N801
     """Records the calls of a forward pass for :func:`backward`: ``with context() as context_id:``.
 
-    At its end every worker releases the graphs and gradients of the context.
+    In a coroutine ``async with`` does the same. The context belongs to the task, and to the tasks that it starts
+    inside. At its end every worker releases the graphs and gradients of the context.
 
     Raises:
         UsageError: This thread is in a context already.
@@ -77,6 +87,14 @@ class context:  # noqa: N801
             self._end()
             raise
 
+    async def __aenter__(self) -> int:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, traceback)  # which waits for nothing
+
     def _end(self) -> None:
         """End an interrupted context. Takes no lock: a finaliser calls it, too."""
         ended = self.autograd_context
@@ -99,6 +117,7 @@ def backward(
     roots: Sequence[torch.Tensor],
     retain_graph: bool = False,
     *,
+    create_graph: bool = False,
     mode: str | None = None,
     timeout: float | None = None,
 ) -> None:
@@ -111,6 +130,8 @@ def backward(
         context_id: The id that ``context()`` returned.
         roots: Scalars, each the result of a computation that requires grad.
         retain_graph: Whether to keep the graphs of all workers for another pass.
+        create_graph: Whether to record the pass itself, on all workers, so that the gradients can be differentiated.
+            It keeps the graphs, too.
         mode: ``"smart"`` or ``"fast"``. By default the mode of :func:`set_mode`. In FAST mode the pass waits until its
             timeout if the result of any call was not used.
         timeout: The seconds that the pass may take; 0 disables the timeout. By default the timeout of calls.
@@ -134,9 +155,11 @@ def backward(
     agent = agent_registry.installed
     if agent is None:
         agent = current_agent()  # raises
+    if hasattr(this_thread, "runs_coroutines_of"):
+        check_may_block("backward")
     seconds = agent.services.rpc_timeout if timeout is None else checked_timeout(timeout)
     fast = (agent.autograd_mode if mode is None else _checked_mode(mode)) == "fast"
-    agent.gradients.backward(context_id, roots, retain_graph, fast, seconds)
+    agent.gradients.backward(context_id, roots, retain_graph, fast, seconds, create_graph)
 
 
 class detect_anomaly(torch.autograd.detect_anomaly):  # noqa: N801
@@ -207,7 +230,8 @@ def _driver() -> BackwardDriver:
 def _new_context(manager: context | None = None) -> DistAutogradContext:
     """Make a new context and make it current in this thread. ``manager`` gets it, too, if there is one."""
     found = current_context.get()
-    if found is not None and not _was_interrupted(found):
+    # A released one belonged to the task that started this one, and has ended since.
+    if found is not None and not found.is_released and not _was_interrupted(found):
         raise UsageError("Already have an autograd context id for this thread. Contexts can't be nested.")
     watch = None if manager is None else weakref.ref(manager)
     made = _driver().contexts.new()

@@ -6,9 +6,9 @@ import argparse
 from typing import Any
 
 _EPILOG = """\
-The program is farprop/launch/demo.py: 150 lines to read and to start from.
+The program is farprop/launch/demo.py: 180 lines to read and to start from.
 
-exit codes: 0 done; 1 the loss has not fallen; 130 Ctrl-C
+exit codes: 0 done; 1 the model has not learned; 130 Ctrl-C
 
 example:
   farprop demo

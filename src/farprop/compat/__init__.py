@@ -224,3 +224,7 @@ def _rebind(changes: _Changes, replaced: dict[str, types.ModuleType]) -> None:
         for attribute, value in list(vars(module).items()):
             if id(value) in ours:
                 changes.set(module, attribute, ours[id(value)][1])
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -70,3 +70,7 @@ def start(host: str = "127.0.0.1", port: int = 0) -> Dashboard:
 
     current_agent()  # raises
     return Dashboard(Server(Inside(), host, port))
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -23,3 +23,7 @@ __all__ = [
     "Work",
     "work_from_future",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -29,6 +29,10 @@ class LonelyProcessGroup(ProcessGroup):
 
     It is also the shortest example of a group: it has three collectives, and the others follow from them.
 
+    Args:
+        rank: 0.
+        size: 1.
+
     Raises:
         UsageError: another rank or size was given.
     """

@@ -95,23 +95,51 @@ class ProcessGroup(dist.ProcessGroup):
     # What torch asks of groups
 
     def getBackendName(self) -> str:  # noqa: N802
-        """The name of the backend, which ``name()`` returns."""
+        """The name of the backend, which ``name()`` returns.
+
+        Returns:
+            The name.
+        """
         return type(self).__name__
 
     def getGroupName(self) -> str:  # noqa: N802
+        """The name that torch gave the group.
+
+        Returns:
+            The name.
+        """
         return self._name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Called by torch.
+
+        Args:
+            name: the group's name.
+        """
         self._name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802
+        """The description that torch gave the group.
+
+        Returns:
+            The description.
+        """
         return self._description
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """Called by torch.
+
+        Args:
+            description: the group's description.
+        """
         self._description = description
 
     def get_group_store(self) -> dist.Store | None:  # type: ignore[override]
-        """The store that the group was made with; None if there was none."""
+        """The store that the group was made with.
+
+        Returns:
+            The store; None if there was none.
+        """
         return self._group_store
 
     def __repr__(self) -> str:
@@ -127,6 +155,9 @@ class ProcessGroup(dist.ProcessGroup):
             dst: the rank in the group.
             tag: for the ``recv`` that it is meant for.
 
+        Returns:
+            The work.
+
         Raises:
             UsageError: the group does not implement it.
         """
@@ -140,18 +171,39 @@ class ProcessGroup(dist.ProcessGroup):
             src: the rank in the group.
             tag: of the ``send``.
 
+        Returns:
+            The work.
+
         Raises:
             UsageError: the group does not implement it.
         """
         raise UsageError(self._missing("recv"))
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Work:
-        """Receive from the rank that sends first. It does not follow from the other primitives."""
+        """Receive from the rank that sends first. It does not follow from the other primitives.
+
+        Args:
+            tensors: a list of one tensor, to receive into.
+            tag: of the ``send``.
+
+        Returns:
+            The work.
+        """
         raise UsageError(
             f"{type(self).__name__} can't receive from any rank. Give the rank, or implement recv_anysource."
         )
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+        """Reduce tensors over all ranks, in place.
+
+        Args:
+            tensors: a tensor, or a list of them.
+            opts: torch's options: the operation and the timeout.
+            timeout: how long to wait, for calls without options.
+
+        Returns:
+            The work.
+        """
         tensors, reduction = as_list(tensors), self._reduction(opts)
         for tensor in tensors:
             if tensor.is_sparse:
@@ -161,12 +213,32 @@ class ProcessGroup(dist.ProcessGroup):
         return completed(tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+        """Copy tensors of one rank to all ranks, in place.
+
+        Args:
+            tensors: a tensor, or a list of them.
+            opts: torch's options: the root and the timeout.
+            timeout: how long to wait, for calls without options.
+
+        Returns:
+            The work.
+        """
         tensors = as_list(tensors)
         for tensor in tensors:
             p2p_collectives.broadcast(self._blocking_p2p("broadcast", opts), tensor, root(opts))
         return completed(tensors)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        """Collect a tensor of each rank on all ranks.
+
+        Args:
+            outputs: a list of lists: a tensor for each rank.
+            inputs: a list of tensors, one for each list of outputs.
+            opts: torch's options: the timeout.
+
+        Returns:
+            The work.
+        """
         lists, tensors = as_lists(outputs, inputs)
         for output, tensor in zip(lists, tensors, strict=True):
             p2p_collectives.allgather(self._blocking_p2p("allgather", opts), output, tensor)
@@ -175,6 +247,17 @@ class ProcessGroup(dist.ProcessGroup):
     # Collectives that follow from the primitives
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Work:
+        """Reduce tensors over all ranks, into those of one rank.
+
+        Args:
+            tensors: a tensor, or a list of them.
+            opts: torch's options: the root, the operation and the timeout.
+            op: the operation, for calls without options.
+            timeout: how long to wait, for calls without options.
+
+        Returns:
+            The work.
+        """
         tensors, group = as_list(tensors), self._blocking("reduce", opts)
         op = operation(opts) if op is None and not isinstance(opts, int) else operation(op)
         for tensor in tensors:
@@ -185,6 +268,17 @@ class ProcessGroup(dist.ProcessGroup):
         return completed(tensors)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+        """Collect a tensor of each rank on one rank.
+
+        Args:
+            outputs: at the root, a list of lists: a tensor for each rank.
+            inputs: a list of tensors.
+            opts: torch's options: the root and the timeout.
+            timeout: how long to wait, for calls without options.
+
+        Returns:
+            The work.
+        """
         lists, tensors = as_lists(outputs, inputs)
         algorithms = p2p_collectives if self._has_p2p else composed_collectives
         for number, tensor in enumerate(tensors):
@@ -192,6 +286,17 @@ class ProcessGroup(dist.ProcessGroup):
         return completed(list(chain(*lists)))
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+        """Give each rank one of the tensors of one rank.
+
+        Args:
+            outputs: a list of tensors, to receive into.
+            inputs: at the root, a list of lists: a tensor for each rank.
+            opts: torch's options: the root and the timeout.
+            timeout: how long to wait, for calls without options.
+
+        Returns:
+            The work.
+        """
         lists, tensors = as_lists(inputs, outputs)
         algorithms = p2p_collectives if self._has_p2p else composed_collectives
         for number, tensor in enumerate(tensors):
@@ -199,6 +304,17 @@ class ProcessGroup(dist.ProcessGroup):
         return completed(tensors)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+        """Reduce tensors over all ranks, and give each rank one of them.
+
+        Args:
+            outputs: a list of tensors, to receive into.
+            inputs: a list of lists: a tensor for each rank.
+            opts: torch's options: the operation and the timeout.
+            timeout: how long to wait, for calls without options.
+
+        Returns:
+            The work.
+        """
         lists, tensors = as_lists(inputs, outputs)
         group = self._blocking("reduce_scatter", opts)
         for parts, tensor in zip(lists, tensors, strict=True):
@@ -209,6 +325,16 @@ class ProcessGroup(dist.ProcessGroup):
         return completed(tensors)
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        """Send a tensor to each rank, and receive one from each.
+
+        Args:
+            outputs: a tensor for each rank, to receive into.
+            inputs: a tensor for each rank.
+            opts: torch's options: the timeout.
+
+        Returns:
+            The work.
+        """
         algorithms = p2p_collectives if self._has_p2p else composed_collectives
         algorithms.all_to_all(self._blocking("alltoall", opts), outputs, inputs)
         return completed(outputs)
@@ -221,11 +347,33 @@ class ProcessGroup(dist.ProcessGroup):
         input_split_sizes: list[int],
         opts: Any = None,
     ) -> Work:
+        """Like :meth:`alltoall`, with parts of one tensor.
+
+        Args:
+            output: the tensor to receive into.
+            input: the tensor to send.
+            output_split_sizes: the rows from each rank; empty for equal parts.
+            input_split_sizes: the rows for each rank; empty for equal parts.
+            opts: torch's options: the timeout.
+
+        Returns:
+            The work.
+        """
         parts = split(output, output_split_sizes, self.size())
         self.alltoall(parts, split(input, input_split_sizes, self.size()), opts).wait()
         return completed([output])
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+        """Like :meth:`allgather`, into one tensor.
+
+        Args:
+            output: the tensor to receive into, with room for all ranks.
+            input: the tensor of this rank.
+            opts: torch's options: the timeout.
+
+        Returns:
+            The work.
+        """
         whole = output.contiguous()
         self._blocking("all_gather_single", opts).allgather(pieces(whole, input, self.size()), input)
         if whole is not output:
@@ -233,9 +381,28 @@ class ProcessGroup(dist.ProcessGroup):
         return completed([output])
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+        """Like :meth:`reduce_scatter`, with parts of one tensor.
+
+        Args:
+            output: the tensor to receive into.
+            input: a part for each rank.
+            opts: torch's options: the operation and the timeout.
+
+        Returns:
+            The work.
+        """
         return self.reduce_scatter([output], [pieces(input.contiguous(), output, self.size())], opts)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        """Reduce several tensors over all ranks, in place.
+
+        Args:
+            tensors: the tensors.
+            opts: torch's options: the operation and the timeout.
+
+        Returns:
+            The work.
+        """
         group = self._blocking("allreduce_coalesced", opts)
         for tensor in tensors:
             group.allreduce(tensor, operation(opts))
@@ -244,7 +411,16 @@ class ProcessGroup(dist.ProcessGroup):
     def allgather_coalesced(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
-        """Gather several tensors; ``outputs`` has a list like ``inputs`` for each rank."""
+        """Collect several tensors of each rank on all ranks.
+
+        Args:
+            outputs: for each rank, a list like ``inputs``.
+            inputs: the tensors of this rank.
+            opts: torch's options: the timeout.
+
+        Returns:
+            The work.
+        """
         group = self._blocking("allgather_coalesced", opts)
         for number, tensor in enumerate(inputs):
             group.allgather([output[number] for output in outputs], tensor)
@@ -253,6 +429,16 @@ class ProcessGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
+        """Several calls of :meth:`all_gather_single`, as one.
+
+        Args:
+            outputs: the tensors to receive into.
+            inputs: the tensors of this rank.
+            opts: torch's options: the timeout.
+
+        Returns:
+            The work.
+        """
         for output, tensor in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, tensor, opts).wait()
         return completed(outputs)
@@ -260,12 +446,29 @@ class ProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
+        """Several calls of :meth:`reduce_scatter_single`, as one.
+
+        Args:
+            outputs: the tensors to receive into.
+            inputs: a tensor with a part for each rank, for each output.
+            opts: torch's options: the operation and the timeout.
+
+        Returns:
+            The work.
+        """
         for output, tensor in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, tensor, opts).wait()
         return completed(outputs)
 
     def barrier(self, opts: Any = None) -> Work:
-        """Wait until every rank has called it."""
+        """Wait until every rank has called it.
+
+        Args:
+            opts: torch's options: the timeout.
+
+        Returns:
+            The work.
+        """
         self._blocking("barrier", opts).allreduce(torch.zeros(1), dist.ReduceOp.SUM)
         return completed([])
 
@@ -294,6 +497,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def supports_coalescing(self) -> bool:
+        """Whether collectives can be made one work. True."""
         return True
 
     def start_coalescing(self) -> None:
@@ -318,7 +522,10 @@ class ProcessGroup(dist.ProcessGroup):
         self.__dict__.update({name: recording(getattr(self, name)) for name in COLLECTIVES})
 
     def end_coalescing(self) -> Work:
-        """The work of all collectives since :meth:`start_coalescing`.
+        """End what :meth:`start_coalescing` began.
+
+        Returns:
+            The work of all collectives since then.
 
         Raises:
             UsageError: :meth:`start_coalescing` was not called.
@@ -345,12 +552,36 @@ class ProcessGroup(dist.ProcessGroup):
         return self.reduce_scatter_single(output, input, opts)
 
     def alltoall_base(self, *args: Any) -> Work:
+        """Torch's older name of :meth:`all_to_all_single`.
+
+        Args:
+            *args: its arguments.
+
+        Returns:
+            The work.
+        """
         return self.all_to_all_single(*args)
 
     def allgather_into_tensor_coalesced(self, *args: Any) -> Work:
+        """Torch's older name of :meth:`all_gather_single_coalesced`.
+
+        Args:
+            *args: its arguments.
+
+        Returns:
+            The work.
+        """
         return self.all_gather_single_coalesced(*args)
 
     def reduce_scatter_tensor_coalesced(self, *args: Any) -> Work:
+        """Torch's older name of :meth:`reduce_scatter_single_coalesced`.
+
+        Args:
+            *args: its arguments.
+
+        Returns:
+            The work.
+        """
         return self.reduce_scatter_single_coalesced(*args)
 
     # Choosing an algorithm

@@ -82,7 +82,11 @@ class Work(dist.Work):
                 recorder.end_wait(_A_COLLECTIVE, began)
 
     def get_future(self) -> Future[Any]:
-        """The future of the list of tensors that the collective writes."""
+        """Get a future that ends with the collective.
+
+        Returns:
+            The future of the list of tensors that the collective writes.
+        """
         if not self._is_kept and not self._future.done():
             self._is_kept = True
             # The callback has this object, and the future has the callback until it is done.
@@ -93,15 +97,27 @@ class Work(dist.Work):
         self._is_kept = False
 
     def is_completed(self) -> bool:
-        """Whether the collective has ended, with or without an error."""
+        """Whether the collective has ended.
+
+        Returns:
+            True if it has, with or without an error.
+        """
         return self._future.done()
 
     def is_success(self) -> bool:
-        """Whether the collective has ended without an error."""
+        """Whether the collective has ended without an error.
+
+        Returns:
+            True if it has.
+        """
         return self._future.done() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """The error of the collective; None if it has not failed."""
+        """The error of the collective.
+
+        Returns:
+            The error; None if it has not failed.
+        """
         if not self._future.done():
             return None
         try:
@@ -111,7 +127,11 @@ class Work(dist.Work):
         return None
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that the collective wrote. Call it when the work is done."""
+        """The tensors that the collective wrote. Call it when the work is done.
+
+        Returns:
+            The tensors.
+        """
         return list(self._future.value())
 
     def synchronize(self) -> None:

@@ -49,7 +49,7 @@ def variables(facts: Variables) -> Result:
         texts.append(f"{name} (do you mean {meant[0]}?)" if meant else name)
     if unknown:
         found = f"Farprop does not know {', '.join(texts)}, and ignores it."
-        advice = "Correct the name, or remove the variable: the README lists all settings."
+        advice = "Correct the name, or remove the variable: docs/settings.md lists all settings."
         return failure("settings", found, advice) if is_misspelt else warning("settings", found, advice)
     given = ", ".join(sorted(facts.given & facts.known))
     return ok("settings", f"{given}" if given else "no FARPROP_ variable is set: all defaults")

@@ -115,3 +115,7 @@ def recent(cursors: Mapping[str, int] | None = None, timeout: float = 1.0) -> di
     from farprop.runtime.agent_registry import current_agent
 
     return current_agent().inspector.recent(cursors or {}, timeout)
+
+
+def __dir__() -> list[str]:
+    return __all__

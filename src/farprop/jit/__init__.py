@@ -47,3 +47,7 @@ def _uninstall() -> None:
 
 
 _install()
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -67,8 +67,9 @@ def _get_gradients(context_id: Any) -> Any:
     return autograd.get_gradients(context_id)
 
 
-def _backward(context_id: Any, roots: Any, retain_graph: Any, mode: Any, timeout: Any) -> None:
-    autograd.backward(context_id, roots, bool(retain_graph), mode=mode, timeout=timeout)
+def _backward(context_id: Any, roots: Any, retain_graph: Any, create_graph: Any, mode: Any, timeout: Any) -> None:
+    graphs = {"retain_graph": bool(retain_graph), "create_graph": bool(create_graph)}
+    autograd.backward(context_id, roots, **graphs, mode=mode, timeout=timeout)
 
 
 get_gradients = python_function(_get_gradients, "get_gradients", DictType(_TENSOR, _TENSOR), context_id=_INT)
@@ -79,6 +80,7 @@ dist_backward = python_function(
     context_id=_INT,
     roots=ListType(_TENSOR),
     retain_graph=ANY,
+    create_graph=ANY,
     mode=ANY,
     timeout=ANY,
 )

@@ -48,6 +48,10 @@ _numbers = itertools.count(1)  # of tasks
 class Worker:
     """A worker of a pool, as its driver sees it.
 
+    Args:
+        pool: its pool.
+        name: its name in the job.
+
     Attributes:
         name: its name in the job. ``farprop.rpc`` knows it by that name, too.
     """

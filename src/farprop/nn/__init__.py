@@ -3,3 +3,7 @@
 from farprop.nn.remote_module import RemoteModule
 
 __all__ = ["RemoteModule"]
+
+
+def __dir__() -> list[str]:
+    return __all__

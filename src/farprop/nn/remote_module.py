@@ -7,7 +7,7 @@ import io
 import logging
 import types
 from collections.abc import Callable
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, TypeVarTuple, overload
 
 import torch
 from torch import nn
@@ -25,9 +25,19 @@ from farprop._torch import (
 )
 from farprop.nn.scripting import boxed, interface_type, methods_of
 from farprop.rpc import RRef
+from farprop.rpc.call_arguments import Args, Kwargs, Variadic, args_of, kwargs_of
 from farprop.runtime.agent_registry import current_agent
 
 __all__ = ["RemoteModule"]
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar as TypeVarWithDefault  # Python 3.13 has them
+
+    _M = TypeVarWithDefault("_M", bound=nn.Module, covariant=True, default=nn.Module)
+else:
+    _M = TypeVar("_M", bound=nn.Module, covariant=True)
+_Module = TypeVar("_Module", bound=nn.Module)
+_Ts = TypeVarTuple("_Ts")
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +59,7 @@ _REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING = (
     "_caller",
     "_interface_name",
     "__overloads__",
+    "__orig_class__",  # RemoteModule[nn.Linear](...) sets it
 )
 
 # Methods of modules that a RemoteModule does not support, because the module is on another worker.
@@ -95,7 +106,7 @@ class _Caller:
         return self._module_rref, self._device, args, kwargs
 
 
-class _RemoteModule(nn.Module):
+class _RemoteModule(nn.Module, Generic[_M]):
     """A RemoteModule with an optional interface for TorchScript.
 
     Args:
@@ -117,13 +128,14 @@ class _RemoteModule(nn.Module):
         self,
         remote_device: str,
         module_cls: Callable[..., nn.Module],
-        args: tuple[Any, ...] | None = None,
-        kwargs: dict[str, Any] | None = None,
+        args: Args | None = None,
+        kwargs: Kwargs | None = None,
         _module_interface_cls: Any = None,
     ) -> None:
         super().__init__()
         self._prepare_init(remote_device)
-        creation: tuple[Any, ...] = (module_cls, tuple(args or ()), kwargs or {}, self.device)
+        creation = module_cls, args_of(args), kwargs_of(kwargs), self.device
+        module_rref: RRef[Any]
         if _module_interface_cls is None:
             module_rref = rpc.remote(self.on, _create_module, creation)
         else:
@@ -133,8 +145,8 @@ class _RemoteModule(nn.Module):
 
     @staticmethod
     def init_from_module_rref(
-        remote_device: str, module_rref: RRef[nn.Module], _module_interface_cls: Any = None
-    ) -> RemoteModule:
+        remote_device: str, module_rref: RRef[_Module], _module_interface_cls: Any = None
+    ) -> RemoteModule[_Module]:
         """Make a RemoteModule for an existing module.
 
         Args:
@@ -145,7 +157,7 @@ class _RemoteModule(nn.Module):
         Returns:
             The RemoteModule.
         """
-        remote_module = RemoteModule.__new__(RemoteModule)
+        remote_module: RemoteModule[_Module] = RemoteModule.__new__(RemoteModule)
         nn.Module.__init__(remote_module)
         remote_module._prepare_init(remote_device)
         remote_module._set_up(remote_module.on, remote_module.device, _module_interface_cls, module_rref)
@@ -161,13 +173,13 @@ class _RemoteModule(nn.Module):
         self.device = str(place.device())
         return torch.device(self.device).type == "cuda"
 
-    def _set_up(self, on: str | int, device: str, interface: Any, module_rref: RRef[nn.Module]) -> None:
+    def _set_up(self, on: str | int, device: str, interface: Any, module_rref: RRef[Any]) -> None:
         self.on = on
         self.device = device
         self.is_device_map_set = False  # a RemoteModule moves tensors to its device by itself
         self.is_scriptable = interface is not None
         self._module_interface_cls = interface
-        self.module_rref = module_rref
+        self.module_rref: RRef[_M] = module_rref
         caller = _Caller(module_rref, device)
         if interface is None:
             self.forward_async = caller.forward_async
@@ -188,11 +200,9 @@ class _RemoteModule(nn.Module):
         Returns:
             A reference for each parameter.
         """
-        arguments = (self.module_rref, recurse)
-        found: list[RRef[nn.Parameter]] = rpc.rpc_sync(self.module_rref.owner_name(), _param_rrefs, arguments)
-        return found
+        return rpc.rpc_sync(self.module_rref.owner_name(), _param_rrefs, (self.module_rref, recurse))
 
-    def get_module_rref(self) -> RRef[nn.Module]:
+    def get_module_rref(self) -> RRef[_M]:
         """Get the reference to the module.
 
         Returns:
@@ -273,7 +283,7 @@ class _RemoteModule(nn.Module):
         return _remote_module_reducer(self)
 
 
-class RemoteModule(_RemoteModule):
+class RemoteModule(_RemoteModule[_M]):
     """A module on another worker.
 
     ``forward``, and a call of the RemoteModule, run the module there and return the result. ``forward_async`` returns a
@@ -291,6 +301,7 @@ class RemoteModule(_RemoteModule):
         kwargs: Its keyword arguments.
 
     Raises:
+        TypeError: ``args`` is no tuple or list, or ``kwargs`` no dict.
         UsageError: There is no such worker, or this process is not a worker.
         ValueError: ``remote_device`` is malformed.
 
@@ -298,12 +309,33 @@ class RemoteModule(_RemoteModule):
         ``layer = RemoteModule("worker1", nn.Linear, args=(20, 30))``, then ``layer(x)``
     """
 
+    # As those of rpc.remote: see farprop.rpc.call_arguments.
+    # fmt: off
+    @overload
+    def __init__(self, remote_device: str, module_cls: Callable[..., _M], args: list[Any],
+                 kwargs: None = None) -> None: ...
+    @overload
+    def __init__(self, remote_device: str, module_cls: Callable[..., _M], args: Args | None,
+                 kwargs: Kwargs) -> None: ...
+    @overload
+    def __init__(self, remote_device: str, module_cls: Callable[..., _M], args: Args | None = None, *,
+                 kwargs: Kwargs) -> None: ...
+    @overload
+    def __init__(self, remote_device: str, module_cls: Callable[[], _M], args: None = None,
+                 kwargs: None = None) -> None: ...
+    @overload
+    def __init__(self, remote_device: str, module_cls: Variadic[_M], args: tuple[Any, ...],
+                 kwargs: None = None) -> None: ...
+    @overload
+    def __init__(self, remote_device: str, module_cls: Callable[[*_Ts], _M], args: tuple[*_Ts],
+                 kwargs: None = None) -> None: ...
+    # fmt: on
     def __init__(
         self,
         remote_device: str,
         module_cls: Callable[..., nn.Module],
-        args: tuple[Any, ...] | None = None,
-        kwargs: dict[str, Any] | None = None,
+        args: Args | None = None,
+        kwargs: Kwargs | None = None,
     ) -> None:
         super().__init__(remote_device, module_cls, args, kwargs)
 
@@ -315,7 +347,7 @@ def _raise_not_supported(name: str) -> NoReturn:
 def _unsupported(name: str) -> Callable[..., NoReturn]:
     signature = inspect.signature(_OTHER_SIGNATURES.get(name) or getattr(nn.Module, name))
 
-    def method(self: _RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
+    def method(self: _RemoteModule[Any], *args: Any, **kwargs: Any) -> NoReturn:
         signature.bind(self, *args, **kwargs)
         _raise_not_supported(name)
 
@@ -330,7 +362,7 @@ for _name in _UNSUPPORTED:
     setattr(_RemoteModule, _name, _unsupported(_name))
 
 
-def _remote_module_reducer(remote_module: _RemoteModule) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _remote_module_reducer(remote_module: _RemoteModule[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """How a RemoteModule is sent in a call."""
     known = {*_REMOTE_MODULE_PICKLED_ATTRIBUTES, *_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING}
     for name in vars(remote_module).keys() - known:
@@ -339,9 +371,9 @@ def _remote_module_reducer(remote_module: _RemoteModule) -> tuple[Callable[..., 
     return _remote_module_receiver, (type(remote_module), *sent)
 
 
-def _remote_module_receiver(*remote_module_pickled_attrs: Any) -> _RemoteModule:
+def _remote_module_receiver(*remote_module_pickled_attrs: Any) -> _RemoteModule[Any]:
     cls, *attributes = remote_module_pickled_attrs
-    remote_module: _RemoteModule = cls.__new__(cls)
+    remote_module: _RemoteModule[Any] = cls.__new__(cls)
     remote_module._set_up(*attributes)
     return remote_module
 

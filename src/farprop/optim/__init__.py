@@ -9,6 +9,12 @@
         optimizer.step(context_id)
 """
 
+from farprop.optim.clipping import clip_grad_norm_
+from farprop.optim.grad_scaler import GradScaler
 from farprop.optim.optimizer import DistributedLRScheduler, DistributedOptimizer
 
-__all__ = ["DistributedLRScheduler", "DistributedOptimizer"]
+__all__ = ["DistributedLRScheduler", "DistributedOptimizer", "GradScaler", "clip_grad_norm_"]
+
+
+def __dir__() -> list[str]:
+    return __all__

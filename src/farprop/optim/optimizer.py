@@ -1,6 +1,6 @@
 """``DistributedOptimizer`` and ``DistributedLRScheduler``: a local one on each worker that owns parameters.
 
-Each local one is a *shard*, which ``local.py`` has. This file calls the shards.
+Each local one is a *shard*, which ``local.py`` has. This file calls the shards, with the functions of ``shards.py``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -17,9 +17,20 @@ import farprop.autograd as dist_autograd
 import farprop.rpc as rpc
 from farprop._torch import set_grad_enabled
 from farprop.errors import UsageError
+from farprop.optim.clipping import settle
+from farprop.optim.local import NONE, _new_shard, check_consistency
 from farprop.optim.local import _local_optimizer_step as _local_optimizer_step
 from farprop.optim.local import _LocalOptimizer as _LocalOptimizer
-from farprop.optim.local import _new_local_optimizer
+from farprop.optim.local import _new_local_optimizer as _new_local_optimizer
+from farprop.optim.shards import (
+    StartCall,
+    WorkerShard,
+    call_all,
+    call_each,
+    indices_by_worker,
+    run_on_all,
+    start_method,
+)
 from farprop.rpc import RRef
 from farprop.runtime.autograd.contexts import current_context
 
@@ -58,10 +69,15 @@ class DistributedOptimizer:
             parameters and returns an optimizer.
         params_rref: References to the parameters, on any workers.
         *args: Further positional arguments of ``optimizer_class``.
+        consistency: What becomes of a backward pass of another trainer that needs a parameter which a step changes.
+            With ``"none"``, as in torch, the pass fails. With ``"versioned"`` it gets the values that it has used. With
+            ``"locked"`` the step waits until the other contexts that use the worker have stepped or ended.
         **kwargs: Its keyword arguments.
 
     Raises:
         TypeError: An element of ``params_rref`` is not an ``RRef``.
+        ValueError: A parameter is no leaf. The text says which one, on which worker.
+        UsageError: There is no such consistency.
     """
 
     is_functional_optim = False  # torch compiles some optimizers; farprop runs all of them as they are
@@ -71,25 +87,21 @@ class DistributedOptimizer:
         optimizer_class: Callable[..., torch.optim.Optimizer],
         params_rref: Iterable[RRef[torch.Tensor]],
         *args: Any,
+        consistency: str = NONE,
         **kwargs: Any,
     ) -> None:
+        check_consistency(consistency)
         parameters = list(params_rref)
-        indices: dict[str, list[int]] = {}  # of the parameters, by worker
-        for index, parameter in enumerate(parameters):
-            if not isinstance(parameter, RRef):
-                raise TypeError(
-                    f"params_rref[{index}] should be an RRef to a parameter, but is a {type(parameter).__name__}. "
-                    "Wrap a parameter of this worker: RRef(parameter)."
-                )
-            indices.setdefault(parameter.owner_name(), []).append(index)
+        indices = indices_by_worker(parameters)
 
-        def start(worker: str) -> _StartCall:
-            arguments = (optimizer_class, [parameters[index] for index in indices[worker]], *args)
-            return lambda: rpc.rpc_async(worker, _new_local_optimizer, arguments, kwargs)
+        def start(worker: str) -> StartCall:
+            own = indices[worker]
+            arguments = (consistency, optimizer_class, [parameters[index] for index in own], own, args, kwargs)
+            return lambda: rpc.rpc_async(worker, _new_shard, arguments)
 
-        rrefs = _run_on_all((worker, start(worker)) for worker in indices)
+        rrefs = run_on_all((worker, start(worker)) for worker in indices)
         self._shards = tuple(
-            _WorkerShard(worker, tuple(own), rref) for (worker, own), rref in zip(indices.items(), rrefs, strict=True)
+            WorkerShard(worker, tuple(own), rref) for (worker, own), rref in zip(indices.items(), rrefs, strict=True)
         )
 
     @property
@@ -97,7 +109,7 @@ class DistributedOptimizer:
         """References to the local optimizers. Each has ``step(context_id)`` and the attribute ``optimizer``."""
         return [shard.rref for shard in self._shards]
 
-    def step(self, context_id: int) -> None:
+    def step(self, context_id: int, *more: int) -> None:
         """Step the local optimizer of every worker with the gradients of a context, and wait for all of them.
 
         The gradients stay in the context, and ``.grad`` does not change. Parameters without a gradient in the context
@@ -105,16 +117,31 @@ class DistributedOptimizer:
 
         Args:
             context_id: The id that ``farprop.autograd.context()`` returned.
+            *more: Further contexts, whose gradients are added: a step for several small batches. They have to be there
+                still; ``farprop.autograd.context`` ends its own at the end of its block.
 
         Raises:
             Exception: What a local optimizer raised, after all workers are done. Further errors are notes on it.
         """
-        # A worker that no backward pass reached learns about the context from this call. It has no gradients for it.
-        outer = current_context.set(dist_autograd._retrieve_context(context_id))
+        self._step((context_id, *more))
+
+    def _step(self, context_ids: Sequence[int], unscale: float = 1.0) -> None:
+        contexts = [dist_autograd._retrieve_context(context_id) for context_id in context_ids]
+        settle(contexts)
+        # Not in a context: a step with consistency="locked" would count as a use of the parameters.
+        outer = current_context.set(None)
         try:
-            _step_all(self._shards, context_id)
+            _step_all(self._shards, context_ids, unscale)
         finally:
             current_context.reset(outer)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameters are on other workers, so there are none here. Torch's own classes ask for them."""
+        raise UsageError(
+            "A DistributedOptimizer has no param_groups: its parameters are on other workers. Use "
+            "farprop.optim.GradScaler in the place of torch's, and lr_scheduler() for learning rates."
+        )
 
     def lr_scheduler(
         self, scheduler_class: Callable[..., LRScheduler], *args: Any, **kwargs: Any
@@ -130,7 +157,7 @@ class DistributedOptimizer:
         Returns:
             The distributed scheduler.
         """
-        rrefs = _call_all(self._shards, "make_scheduler", scheduler_class, args, kwargs)
+        rrefs = call_all(self._shards, "make_scheduler", scheduler_class, args, kwargs)
         return DistributedLRScheduler(
             [shard._replace(rref=rref) for shard, rref in zip(self._shards, rrefs, strict=True)]
         )
@@ -168,7 +195,7 @@ class DistributedLRScheduler:
         shards: The schedulers of all workers.
     """
 
-    def __init__(self, shards: Sequence[_WorkerShard]) -> None:
+    def __init__(self, shards: Sequence[WorkerShard]) -> None:
         self._shards = tuple(shards)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -178,7 +205,7 @@ class DistributedLRScheduler:
             *args: Passed to each scheduler's ``step``, for example a metric for ``ReduceLROnPlateau``.
             **kwargs: Passed to it, too.
         """
-        _call_all(self._shards, "step", args, kwargs)
+        call_all(self._shards, "step", args, kwargs)
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
         """Ask the worker of the first parameter for the last learning rates.
@@ -219,102 +246,27 @@ class DistributedLRScheduler:
         return f"{type(self).__name__}(workers={[shard.worker for shard in self._shards]})"
 
 
-# The shards: calling all of them, and their states
+# Stepping
 
 
-class _WorkerShard(NamedTuple):
-    """The object on one worker, and the indices of its parameters in the list of all parameters."""
-
-    worker: str
-    indices: tuple[int, ...]
-    rref: RRef[Any]
-
-
-_StartCall = Callable[[], torch.futures.Future[Any]]
-
-
-def _run_on_all(
-    calls: Iterable[tuple[str, _StartCall]], meanwhile: tuple[str, Callable[[], None]] | None = None
-) -> list[Any]:
-    """Start a call on each worker, wait for all of them, and return their results.
-
-    The first error is raised after all calls have ended, so no worker is still busy then.
-
-    Args:
-        calls: For each worker, what starts its call.
-        meanwhile: This worker's name, and what it does once the calls are started.
-    """
-    errors: list[tuple[str, Exception]] = []
-    started: list[tuple[str, torch.futures.Future[Any]]] = []
-    # Tensors in the arguments are plain values. They must not become part of an autograd context.
-    before = torch.is_grad_enabled()
-    try:
-        set_grad_enabled(False)
-        for worker, start in calls:
-            try:
-                started.append((worker, start()))
-            except Exception as error:
-                errors.append((worker, error))
-    finally:
-        set_grad_enabled(before)
-    if meanwhile is not None:
-        try:
-            meanwhile[1]()
-        except Exception as error:
-            errors.append((meanwhile[0], error))
-    results = []
-    for worker, future in started:
-        try:
-            results.append(future.wait())
-        except Exception as error:
-            errors.append((worker, error))
-    if not errors:
-        return results
-    try:
-        raise _with_notes(errors)
-    finally:
-        errors.clear()  # breaks the cycle error -> traceback -> frame -> list
-
-
-def _with_notes(errors: Sequence[tuple[str, Exception]]) -> Exception:
-    """The first error, with the others as notes."""
-    (_, first), *others = errors
-    for worker, other in others:
-        first.add_note(f"There was an error on {worker} too: {type(other).__name__}: {other}")
-    return first
-
-
-def _call_all(shards: Iterable[_WorkerShard], method: str, *args: Any) -> list[Any]:
-    """Call a method of each shard's object with the same arguments, and return the results when all have ended."""
-    return _call_each([(shard, args) for shard in shards], method)
-
-
-def _call_each(calls: Iterable[tuple[_WorkerShard, Sequence[Any]]], method: str) -> list[Any]:
-    """Call a method of each shard's object with its own arguments, and return the results when all have ended."""
-    return _run_on_all((shard.worker, _start(shard, method, args)) for shard, args in calls)
-
-
-def _start(shard: _WorkerShard, method: str, args: Sequence[Any]) -> _StartCall:
-    return lambda: getattr(shard.rref.rpc_async(), method)(*args)
-
-
-def _step_all(shards: Iterable[_WorkerShard], context_id: int) -> None:
+def _step_all(shards: Iterable[WorkerShard], context_ids: Sequence[int], unscale: float) -> None:
     """Step each shard's optimizer. This worker's own runs on this thread, while the others are on their way."""
-    calls: list[tuple[str, _StartCall]] = []
-    own: _WorkerShard | None = None
+    calls: list[tuple[str, StartCall]] = []
+    own: WorkerShard | None = None
     for shard in shards:
         if shard.rref.is_owner():
             own = shard
         else:
-            calls.append((shard.worker, _start(shard, "step", (context_id,))))
-    _run_on_all(calls, None if own is None else (own.worker, partial(_step_here, own.rref, context_id)))
+            kwargs = {} if unscale == 1.0 else {"unscale": unscale}
+            calls.append((shard.worker, start_method(shard, "step", context_ids, kwargs)))
+    run_on_all(calls, None if own is None else (own.worker, partial(_step_here, own.rref, context_ids, unscale)))
 
 
-def _step_here(rref: RRef[_LocalOptimizer], context_id: int) -> None:
+def _step_here(rref: RRef[_LocalOptimizer], context_ids: Sequence[int], unscale: float) -> None:
     before = torch.is_grad_enabled()
     try:
         set_grad_enabled(True)  # as in a called function
-        rref.local_value().step(context_id)
+        rref.local_value().step(*context_ids, unscale=unscale)
     finally:
         set_grad_enabled(before)
 
@@ -322,9 +274,9 @@ def _step_here(rref: RRef[_LocalOptimizer], context_id: int) -> None:
 # States. A worker is identified by the parameters that it has, because it may have another name in another job.
 
 
-def _gather_state(shards: Sequence[_WorkerShard], kind: str) -> dict[str, Any]:
+def _gather_state(shards: Sequence[WorkerShard], kind: str) -> dict[str, Any]:
     """The states of all shards. ``kind`` is ``"optimizer"`` or ``"scheduler"``."""
-    states = _call_all(shards, "state_dict")
+    states = call_all(shards, "state_dict")
     return {
         "workers": [
             {"name": shard.worker, "parameters": list(shard.indices), kind: state}
@@ -333,7 +285,7 @@ def _gather_state(shards: Sequence[_WorkerShard], kind: str) -> dict[str, Any]:
     }
 
 
-def _load_state(shards: Sequence[_WorkerShard], kind: str, state: dict[str, Any]) -> None:
+def _load_state(shards: Sequence[WorkerShard], kind: str, state: dict[str, Any]) -> None:
     """Load a state that ``_gather_state`` returned, each shard its own part."""
     try:
         parts = {tuple(part["parameters"]): part[kind] for part in state["workers"]}
@@ -348,7 +300,7 @@ def _load_state(shards: Sequence[_WorkerShard], kind: str, state: dict[str, Any]
             f"{_listed(parts)}. Now they have {_listed(wanted)}. Give the parameters in the same order, and keep those "
             "that were on one worker on one worker."
         )
-    _call_each([(shard, (parts[shard.indices],)) for shard in shards], "load_state_dict")
+    call_each([(shard, (parts[shard.indices],)) for shard in shards], "load_state_dict")
 
 
 def _listed(groups: Iterable[tuple[int, ...]]) -> str:

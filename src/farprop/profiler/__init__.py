@@ -10,3 +10,7 @@ from farprop.profiler.profile import Profile, profile, trace
 from farprop.profiler.summary import CallTime, SlowestCalls, Summary, WorkerSummary
 
 __all__ = ["profile", "trace", "Profile", "Summary", "WorkerSummary", "CallTime", "SlowestCalls"]
+
+
+def __dir__() -> list[str]:
+    return __all__

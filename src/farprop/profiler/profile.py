@@ -87,7 +87,13 @@ def trace(
 
 
 class Profile:
-    """A recording of all workers of a job. :func:`profile` makes it; its results are there after the ``with`` block."""
+    """A recording of all workers of a job. :func:`profile` makes it; its results are there after the ``with`` block.
+
+    Args:
+        path: the file to write; None for none.
+        operators: whether torch's operators are recorded, too.
+        max_events: how many events a worker keeps at most.
+    """
 
     def __init__(self, path: str | os.PathLike[str] | None, operators: bool, max_events: int) -> None:
         if max_events < 1:

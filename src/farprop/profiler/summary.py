@@ -178,8 +178,11 @@ def _merged(slices: Iterable[Slice], own: Slice) -> Iterator[Slice | None]:
 
 @dataclass(frozen=True)
 class CallTime:
-    """Where the time of a call went, in seconds. ``encode``, ``queue``, ``run`` and ``wire`` add up to ``seconds``. The
-    last three are None if the callee's side is missing."""
+    """Where the time of a call went, in seconds.
+
+    ``encode``, ``queue``, ``run`` and ``wire`` add up to ``seconds``. The last three are None if the callee's side is
+    missing.
+    """
 
     call: str
     """Its id."""

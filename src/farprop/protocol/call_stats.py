@@ -54,8 +54,9 @@ def quantile(buckets: Mapping[int, int], share: float) -> float | None:
 
 @dataclass
 class CallStat:
-    """The calls of one function with one worker. ``seconds`` and ``buckets`` are of the whole call at a caller, and
-    from its arrival to its answer at a callee.
+    """The calls of one function with one worker.
+
+    ``seconds`` and ``buckets`` are of the whole call at a caller, and from its arrival to its answer at a callee.
     """
 
     side: str
@@ -70,10 +71,22 @@ class CallStat:
     buckets: dict[int, int] = field(default_factory=dict)
 
     def copy(self) -> CallStat:
+        """Copy the numbers.
+
+        Returns:
+            Another object with the same numbers.
+        """
         return replace(self, buckets=dict(self.buckets))
 
     def since(self, before: CallStat | None) -> CallStat:
-        """What has been added since an earlier moment."""
+        """What has been added since an earlier moment.
+
+        Args:
+            before: the numbers at that moment; None for the beginning.
+
+        Returns:
+            The difference.
+        """
         if before is None or before.calls > self.calls:  # the worker has begun anew
             return self
         earlier = before.buckets

@@ -131,6 +131,8 @@ class Pass:
 
 @dataclass(frozen=True)
 class ConnectionState:
+    """A connection of a worker."""
+
     peer: str
     dialled: bool
     """Whether this worker dialled it: then it carries this worker's calls, else those of the peer."""
@@ -142,6 +144,8 @@ class ConnectionState:
 
 @dataclass(frozen=True)
 class Thread:
+    """A thread that works or waits."""
+
     name: str
     native_id: int
     computes: bool | None
@@ -196,12 +200,29 @@ class Snapshot:
 
     @property
     def name(self) -> str:
+        """The worker's name."""
         return self.member.name
 
     def served_call(self, call: CallId) -> ServedCall | None:
+        """Find a call that this worker serves.
+
+        Args:
+            call: its id.
+
+        Returns:
+            The call; None if the worker does not have it.
+        """
         return next((served for served in self.served if served.id == call), None)
 
     def awaited_call(self, call: CallId) -> AwaitedCall | None:
+        """Find a call that this worker waits for.
+
+        Args:
+            call: its id.
+
+        Returns:
+            The call; None if the worker does not wait for it.
+        """
         return next((awaited for awaited in self.awaited if awaited.id == call), None)
 
 
@@ -253,6 +274,7 @@ class Silence:
 
     @property
     def name(self) -> str:
+        """The worker's name."""
         return self.member.name
 
 
@@ -280,6 +302,7 @@ class Recent:
 
     @property
     def name(self) -> str:
+        """The worker's name."""
         return self.member.name
 
 

@@ -18,7 +18,7 @@ _lock = make_lock("json_decoders")
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
 
 
-def decode(data: bytes | str, kind: type[_T]) -> _T:
+def decode(data: bytes | memoryview | str, kind: type[_T]) -> _T:
     """The object of this kind in the data.
 
     Raises:

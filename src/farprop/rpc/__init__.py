@@ -76,11 +76,13 @@ from farprop.rpc.constants import (
 from farprop.rpc.functions import expose
 from farprop.rpc.inspection import LiveReference, debug_info, live_references
 from farprop.rpc.launchers import require_launched
+from farprop.rpc.one_to_many import broadcast, gather, map
 from farprop.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions, _TensorPipeRpcBackendOptionsBase
 from farprop.rpc.retries import Retry, idempotent
 from farprop.rpc.rref import RRef
 from farprop.rpc.saved_rrefs import _disable_jit_rref_pickle, _enable_jit_rref_pickle
 from farprop.rpc.server_process_global_profiler import _server_process_global_profile
+from farprop.rpc.streams import Stream, stream
 from farprop.rpc.workers import on_failure, on_join, on_leave, wait_for_workers, workers
 from farprop.runtime.agent import meeting_seconds
 from farprop.runtime.rendezvous import attempt_of, is_launchers
@@ -96,13 +98,16 @@ __all__ = [
     "RRef",
     "Retry",
     "RpcBackendOptions",
+    "Stream",
     "TensorPipeRpcBackendOptions",
     "WorkerInfo",
     "backend_registered",
+    "broadcast",
     "construct_rpc_backend_options",
     "debug_info",
     "expose",
     "functions",
+    "gather",
     "get_rpc_timeout",
     "get_worker_info",
     "idempotent",
@@ -110,6 +115,7 @@ __all__ = [
     "init_rpc",
     "is_available",
     "live_references",
+    "map",
     "method_factory",
     "new_method",
     "on_failure",
@@ -120,9 +126,15 @@ __all__ = [
     "rpc_async",
     "rpc_sync",
     "shutdown",
+    "stream",
     "wait_for_workers",
     "workers",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 _is_tensorpipe_available = True  # farprop's backend has that name
 

@@ -8,9 +8,9 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, TypeVarTuple, overload
 
 import torch
 
@@ -22,6 +22,7 @@ from farprop.protocol.quiescence import Quiescence, Report
 from farprop.rpc import internal, saved_rrefs
 from farprop.rpc._utils import _group_membership_management as _group_membership_management
 from farprop.rpc._utils import _update_group_membership as _update_group_membership
+from farprop.rpc.call_arguments import Args, Kwargs, Later, To, Variadic, args_of, kwargs_of
 from farprop.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from farprop.rpc.inspection import LiveReference, live_references
 from farprop.rpc.internal import PythonUDF, RPCExecMode, _build_rpc_profiling_key, _internal_rpc_pickler
@@ -58,6 +59,7 @@ __all__ = [
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_Ts = TypeVarTuple("_Ts")
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +163,7 @@ def _to_worker_info(to: Any) -> WorkerInfo:
     raise ValueError(f"Cannot get WorkerInfo from {to!r}: give a worker's name, rank or WorkerInfo.")
 
 
-# Calls
+# Calls. ``call_arguments`` says what the overloads are for.
 
 
 def _check_name(func: Any) -> None:
@@ -170,12 +172,53 @@ def _check_name(func: Any) -> None:
         raise TypeError("function should be callable.")
 
 
+# fmt: off
+@overload
+def rpc_sync(to: To, func: str, args: Args | None = None, kwargs: Kwargs | None = None,
+             timeout: float = ..., *, retry: Retry | None = None) -> Any: ...
+@overload
+def rpc_sync(to: To, func: Callable[..., Later[_R]], args: list[Any], kwargs: None = None,
+             timeout: float = ..., *, retry: Retry | None = None) -> _R: ...
+@overload
+def rpc_sync(to: To, func: Callable[..., _R], args: list[Any], kwargs: None = None,
+             timeout: float = ..., *, retry: Retry | None = None) -> _R: ...
+@overload
+def rpc_sync(to: To, func: Callable[..., Later[_R]], args: Args | None, kwargs: Kwargs,
+             timeout: float = ..., *, retry: Retry | None = None) -> _R: ...
+@overload
+def rpc_sync(to: To, func: Callable[..., _R], args: Args | None, kwargs: Kwargs,
+             timeout: float = ..., *, retry: Retry | None = None) -> _R: ...
+@overload
+def rpc_sync(to: To, func: Callable[..., Later[_R]], args: Args | None = None, *, kwargs: Kwargs,
+             timeout: float = ..., retry: Retry | None = None) -> _R: ...
+@overload
+def rpc_sync(to: To, func: Callable[..., _R], args: Args | None = None, *, kwargs: Kwargs,
+             timeout: float = ..., retry: Retry | None = None) -> _R: ...
+@overload
+def rpc_sync(to: To, func: Callable[[], Later[_R]], args: None = None, kwargs: None = None,
+             timeout: float = ..., *, retry: Retry | None = None) -> _R: ...
+@overload
+def rpc_sync(to: To, func: Callable[[], _R], args: None = None, kwargs: None = None,
+             timeout: float = ..., *, retry: Retry | None = None) -> _R: ...
+@overload
+def rpc_sync(to: To, func: Variadic[Later[_R]], args: tuple[Any, ...], kwargs: None = None,
+             timeout: float = ..., *, retry: Retry | None = None) -> _R: ...
+@overload
+def rpc_sync(to: To, func: Variadic[_R], args: tuple[Any, ...], kwargs: None = None,
+             timeout: float = ..., *, retry: Retry | None = None) -> _R: ...
+@overload
+def rpc_sync(to: To, func: Callable[[*_Ts], Later[_R]], args: tuple[*_Ts], kwargs: None = None,
+             timeout: float = ..., *, retry: Retry | None = None) -> _R: ...
+@overload
+def rpc_sync(to: To, func: Callable[[*_Ts], _R], args: tuple[*_Ts], kwargs: None = None,
+             timeout: float = ..., *, retry: Retry | None = None) -> _R: ...
+# fmt: on
 @uncompiled
 def rpc_sync(
-    to: str | int | WorkerInfo,
+    to: To,
     func: Callable[..., Any] | str,
-    args: tuple[Any, ...] | None = None,
-    kwargs: dict[str, Any] | None = None,
+    args: Any = None,
+    kwargs: Any = None,
     timeout: float = UNSET_RPC_TIMEOUT,
     *,
     retry: Retry | None = None,
@@ -198,6 +241,7 @@ def rpc_sync(
     Raises:
         RpcTimeoutError: There was no answer in time.
         ConnectionLostError: The worker is gone.
+        TypeError: ``args`` is no tuple or list, ``kwargs`` no dict, or ``func`` can't be called.
         UsageError: This process is not a worker, or there is no such worker.
         Exception: What ``func`` raised, as the same type.
 
@@ -213,24 +257,69 @@ def rpc_sync(
         to = _to_worker_info(to)
     if not callable(func):
         _check_name(func)
+    if type(args) is not tuple:
+        args = () if args is None else args_of(args)
+    if type(kwargs) is not dict:
+        kwargs = {} if kwargs is None else kwargs_of(kwargs)
     seconds = agent.services.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else checked_timeout(timeout)
     if profiler_enabled() and not profiling.is_farprops_own:
         return _call_under_profiler(agent, to, func, args, kwargs, seconds)
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = _pickled(func, args, kwargs)
-    return agent.call_sync(to, func, tuple(args) if args else (), kwargs or {}, seconds)
+    return agent.call_sync(to, func, args, kwargs, seconds)
 
 
+# fmt: off
+@overload
+def rpc_async(to: To, func: str, args: Args | None = None, kwargs: Kwargs | None = None,
+              timeout: float = ..., *, retry: Retry | None = None) -> Future[Any]: ...
+@overload
+def rpc_async(to: To, func: Callable[..., Later[_R]], args: list[Any], kwargs: None = None,
+              timeout: float = ..., *, retry: Retry | None = None) -> Future[_R]: ...
+@overload
+def rpc_async(to: To, func: Callable[..., _R], args: list[Any], kwargs: None = None,
+              timeout: float = ..., *, retry: Retry | None = None) -> Future[_R]: ...
+@overload
+def rpc_async(to: To, func: Callable[..., Later[_R]], args: Args | None, kwargs: Kwargs,
+              timeout: float = ..., *, retry: Retry | None = None) -> Future[_R]: ...
+@overload
+def rpc_async(to: To, func: Callable[..., _R], args: Args | None, kwargs: Kwargs,
+              timeout: float = ..., *, retry: Retry | None = None) -> Future[_R]: ...
+@overload
+def rpc_async(to: To, func: Callable[..., Later[_R]], args: Args | None = None, *, kwargs: Kwargs,
+              timeout: float = ..., retry: Retry | None = None) -> Future[_R]: ...
+@overload
+def rpc_async(to: To, func: Callable[..., _R], args: Args | None = None, *, kwargs: Kwargs,
+              timeout: float = ..., retry: Retry | None = None) -> Future[_R]: ...
+@overload
+def rpc_async(to: To, func: Callable[[], Later[_R]], args: None = None, kwargs: None = None,
+              timeout: float = ..., *, retry: Retry | None = None) -> Future[_R]: ...
+@overload
+def rpc_async(to: To, func: Callable[[], _R], args: None = None, kwargs: None = None,
+              timeout: float = ..., *, retry: Retry | None = None) -> Future[_R]: ...
+@overload
+def rpc_async(to: To, func: Variadic[Later[_R]], args: tuple[Any, ...], kwargs: None = None,
+              timeout: float = ..., *, retry: Retry | None = None) -> Future[_R]: ...
+@overload
+def rpc_async(to: To, func: Variadic[_R], args: tuple[Any, ...], kwargs: None = None,
+              timeout: float = ..., *, retry: Retry | None = None) -> Future[_R]: ...
+@overload
+def rpc_async(to: To, func: Callable[[*_Ts], Later[_R]], args: tuple[*_Ts], kwargs: None = None,
+              timeout: float = ..., *, retry: Retry | None = None) -> Future[_R]: ...
+@overload
+def rpc_async(to: To, func: Callable[[*_Ts], _R], args: tuple[*_Ts], kwargs: None = None,
+              timeout: float = ..., *, retry: Retry | None = None) -> Future[_R]: ...
+# fmt: on
 @uncompiled
 def rpc_async(
-    to: str | int | WorkerInfo,
+    to: To,
     func: Callable[..., Any] | str,
-    args: tuple[Any, ...] | None = None,
-    kwargs: dict[str, Any] | None = None,
+    args: Any = None,
+    kwargs: Any = None,
     timeout: float = UNSET_RPC_TIMEOUT,
     *,
     retry: Retry | None = None,
-) -> torch.futures.Future[Any]:
+) -> Future[Any]:
     """Run ``func(*args, **kwargs)`` on another worker and return a future of its result at once.
 
     Don't change tensors in the arguments before the future is done: large ones may not be sent yet.
@@ -248,6 +337,7 @@ def rpc_async(
         A future of what ``func`` returns. It raises what :func:`rpc_sync` would raise.
 
     Raises:
+        TypeError: ``args`` is no tuple or list, ``kwargs`` no dict, or ``func`` can't be called.
         UsageError: This process is not a worker, or there is no such worker.
 
     Example:
@@ -257,10 +347,16 @@ def rpc_async(
         future = _invoke_rpc(to, func, RPCExecMode.ASYNC, args, kwargs, timeout)
     else:
         call = _retried(retry, to, func, args, kwargs, timeout)
-        future = call.future_of(_invoke_rpc(to, func, RPCExecMode.ASYNC, args, kwargs, call.left))
+        future = call.future_of(lambda left: _invoke_rpc(to, func, RPCExecMode.ASYNC, args, kwargs, left))
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)
     return future
+
+
+def _note_futures(futures: Sequence[torch.futures.Future[Any]]) -> None:
+    """Have ``_wait_all`` wait for these, too."""
+    if hasattr(_thread_local_var, "future_list"):
+        _thread_local_var.future_list.extend(futures)
 
 
 def _retried(retry: Retry, to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> RetriedCall:
@@ -270,11 +366,11 @@ def _retried(retry: Retry, to: Any, func: Any, args: Any, kwargs: Any, timeout: 
 
 
 def _invoke_rpc(
-    to: str | int | WorkerInfo,
+    to: To,
     func: Callable[..., Any] | str,
     rpc_type: RPCExecMode,
-    args: tuple[Any, ...] | None = None,
-    kwargs: dict[str, Any] | None = None,
+    args: Any = None,
+    kwargs: Any = None,
     rpc_timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future:
     """Start a call for which ``_wait_all`` does not wait. ``rpc_type`` is its type in profiles."""
@@ -283,6 +379,10 @@ def _invoke_rpc(
         to = _to_worker_info(to)
     if not callable(func):
         _check_name(func)
+    if type(args) is not tuple:
+        args = () if args is None else args_of(args)
+    if type(kwargs) is not dict:
+        kwargs = {} if kwargs is None else kwargs_of(kwargs)
     seconds = agent.services.rpc_timeout if rpc_timeout == UNSET_RPC_TIMEOUT else checked_timeout(rpc_timeout)
     is_profiled = profiler_enabled() and not profiling.is_farprops_own
     profile = _profile_of(agent, rpc_type, to, func) if is_profiled else None
@@ -290,7 +390,7 @@ def _invoke_rpc(
     try:
         if _default_pickler is not _internal_rpc_pickler:
             func, args, kwargs = _pickled(func, args, kwargs)
-        agent.call_async(to, func, tuple(args) if args else (), kwargs or {}, seconds, future, 0, profile)
+        agent.call_async(to, func, args, kwargs, seconds, future, 0, profile)
     except BaseException:
         _end_event(profile)
         raise
@@ -304,7 +404,7 @@ def _call_under_profiler(agent: Agent, to: Any, func: Any, args: Any, kwargs: An
     try:
         if _default_pickler is not _internal_rpc_pickler:
             func, args, kwargs = _pickled(func, args, kwargs)
-        return agent.call_sync(to, func, tuple(args) if args else (), kwargs or {}, seconds)
+        return agent.call_sync(to, func, args, kwargs, seconds)
     finally:
         _end_event(profile)
 
@@ -336,17 +436,56 @@ def _pickled(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     is_script = isinstance(getattr(func, "_wrapped_async_rpc_function", func), ScriptFunction)
     if is_script or find_builtin(func) is not None:
         return func, args, kwargs
-    pickled = _default_pickler.serialize(PythonUDF(func, args or (), kwargs or {}))
+    pickled = _default_pickler.serialize(PythonUDF(func, args, kwargs))
     is_async = hasattr(func, "_wrapped_async_rpc_function")
     return internal.run_pickled_async if is_async else internal.run_pickled, pickled, {}
 
 
+# fmt: off
+@overload
+def remote(to: To, func: str, args: Args | None = None, kwargs: Kwargs | None = None,
+           timeout: float = ...) -> RRef[Any]: ...
+@overload
+def remote(to: To, func: Callable[..., Later[_R]], args: list[Any], kwargs: None = None,
+           timeout: float = ...) -> RRef[_R]: ...
+@overload
+def remote(to: To, func: Callable[..., _R], args: list[Any], kwargs: None = None, timeout: float = ...) -> RRef[_R]: ...
+@overload
+def remote(to: To, func: Callable[..., Later[_R]], args: Args | None, kwargs: Kwargs,
+           timeout: float = ...) -> RRef[_R]: ...
+@overload
+def remote(to: To, func: Callable[..., _R], args: Args | None, kwargs: Kwargs, timeout: float = ...) -> RRef[_R]: ...
+@overload
+def remote(to: To, func: Callable[..., Later[_R]], args: Args | None = None, *, kwargs: Kwargs,
+           timeout: float = ...) -> RRef[_R]: ...
+@overload
+def remote(to: To, func: Callable[..., _R], args: Args | None = None, *, kwargs: Kwargs,
+           timeout: float = ...) -> RRef[_R]: ...
+@overload
+def remote(to: To, func: Callable[[], Later[_R]], args: None = None, kwargs: None = None,
+           timeout: float = ...) -> RRef[_R]: ...
+@overload
+def remote(to: To, func: Callable[[], _R], args: None = None, kwargs: None = None,
+           timeout: float = ...) -> RRef[_R]: ...
+@overload
+def remote(to: To, func: Variadic[Later[_R]], args: tuple[Any, ...], kwargs: None = None,
+           timeout: float = ...) -> RRef[_R]: ...
+@overload
+def remote(to: To, func: Variadic[_R], args: tuple[Any, ...], kwargs: None = None,
+           timeout: float = ...) -> RRef[_R]: ...
+@overload
+def remote(to: To, func: Callable[[*_Ts], Later[_R]], args: tuple[*_Ts], kwargs: None = None,
+           timeout: float = ...) -> RRef[_R]: ...
+@overload
+def remote(to: To, func: Callable[[*_Ts], _R], args: tuple[*_Ts], kwargs: None = None,
+           timeout: float = ...) -> RRef[_R]: ...
+# fmt: on
 @uncompiled
 def remote(
-    to: str | int | WorkerInfo,
+    to: To,
     func: Callable[..., Any] | str,
-    args: tuple[Any, ...] | None = None,
-    kwargs: dict[str, Any] | None = None,
+    args: Any = None,
+    kwargs: Any = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[Any]:
     """Run ``func(*args, **kwargs)`` on a worker that keeps the result, and return a reference to it at once.
@@ -364,6 +503,7 @@ def remote(
         A reference to the result. Its ``to_here`` raises what ``func`` raised.
 
     Raises:
+        TypeError: ``args`` is no tuple or list, ``kwargs`` no dict, or ``func`` can't be called.
         UsageError: This process is not a worker, or there is no such worker.
 
     Example:
@@ -371,9 +511,10 @@ def remote(
     """
     if not callable(func):
         _check_name(func)
+    args = args_of(args)
     if args and isinstance(func, ScriptFunction):
         _check_script_arguments(func, args)
-    return _remote(to, func, tuple(args) if args else (), kwargs or {}, timeout)
+    return _remote(to, func, args, kwargs_of(kwargs), timeout)
 
 
 def _check_script_arguments(func: Any, args: tuple[Any, ...]) -> None:
@@ -570,6 +711,9 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     failure = sys.exception()  # ``shutdown`` in a ``finally`` clause
     if failure is not None:
         _tell_failure(agent, failure)
+    streams = getattr(agent, "streams", None)
+    if streams is not None and graceful:
+        streams.close_unawaited()
     try:
         if graceful:
             if getattr(agent, "is_static_group", True):

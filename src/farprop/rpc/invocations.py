@@ -6,6 +6,7 @@ The called function is named (an operator or a compiled function that every work
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from farprop.rpc.functions import async_execution
 from farprop.rpc.internal import run_pickled, run_pickled_async
 from farprop.rpc.options import checked_timeout
 from farprop.rpc.rref import RRef, call_site
+from farprop.runtime import checkpoint_regions
 from farprop.runtime.agent_registry import current_agent
+from farprop.runtime.checkpoint_regions import region_here
 from farprop.runtime.futures import Future
 from farprop.runtime.profiling import CallProfile
 
@@ -42,6 +45,9 @@ def create(
     keep: Any = None,
 ) -> RRef[Any]:
     """Call a function on a worker, which keeps the result. ``keep`` is kept alive until the worker has answered."""
+    if checkpoint_regions.is_used and (region := region_here()) is not None:
+        again = partial(create, to, function, args, kwargs, timeout, profile, keep)
+        return region.run(f"remote() to {to}", again)
     agent = current_agent()
     seconds = agent.services.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else checked_timeout(timeout)
     call = agent.remote(to, function, args, kwargs, seconds, call_site(), profile, keep)

@@ -70,6 +70,11 @@ def _anything(value: Any) -> bool:
     return True
 
 
+def _is_called(value: Any) -> bool:
+    """Whether this stands for a function: what the codec makes of a name is exposed, and text is looked up there."""
+    return callable(value) or type(value) is str
+
+
 _GRADIENT = _is(torch.Tensor, type(None), int)
 _KEY = _is(tuple)
 
@@ -92,19 +97,31 @@ _INTERNAL = {
     b"farprop.rpc.api:_gather_to_leader": _Takes(_KEY, str, _anything, by=lambda args, _, name: args[1] == name),
     b"farprop.rpc.api:_broadcast_to_followers": _Takes(_KEY, dict, by=_leads),
     b"farprop.rpc.api:_release_follower": _Takes(_KEY, _is(tuple, type(None)), by=_leads),
+    # streams: of exposed functions alone
+    Method.STREAM_OPEN.value: _Takes(int, int, _is_called, rest=_anything, named=True),
+    Method.STREAM_PULL.value: _Takes(int, int, int),
+    Method.STREAM_CLOSE.value: _Takes(int),
     # backward passes
     Method.GRADIENTS.value: _Takes(bytes, rest=_GRADIENT),
     Method.RETURN_CREDIT.value: _Takes(bytes),
     Method.RELEASE.value: _Takes(bytes, rest=_is(int)),
     Method.SURVEY.value: _Takes(bytes, rest=_is(int)),
+    Method.REACH.value: _Takes(bytes, rest=_is(int)),
+    Method.PREPARE.value: _Takes(bytes, int, rest=_is(int)),
     Method.PASS_FAILED.value: _Takes(int, int, bytes),
     Method.ABORT.value: _Takes(int, int, int, by=lambda args, rank, _: args[1] == rank),
+    b"farprop.autograd.higher_order:_want": _Takes(int, int, int, _list_of(RRef), by=lambda a, rank, _: a[1] == rank),
+    b"farprop.autograd.higher_order:_take": _Takes(int, int, int, by=lambda args, rank, _: args[1] == rank),
+    b"farprop.autograd.higher_order:_dot": _Takes(RRef, _is(torch.Tensor, RRef)),
+    b"farprop.autograd.higher_order:_zeros_like": _Takes(RRef),
     Method.CONTEXT_EXISTS.value: _Takes(int),
     # inspection
     Method.INSPECT.value: _Takes(int, int),
     Method.RECORD.value: _Takes(bytes),
     # optimizers and modules: their classes, and the modules' methods that are called, have to be exposed
-    b"farprop.optim.local:_new_local_optimizer": _Takes(callable, _list_of(RRef), rest=_anything, named=True),
+    b"farprop.optim.local:_new_shard": _Takes(str, callable, _list_of(RRef), _list_of(int), tuple, dict),
+    b"farprop.optim.gradients:norms_here": _Takes(_list_of(int), _list_of(RRef), float),
+    b"farprop.optim.gradients:scale_here": _Takes(_list_of(int), _list_of(RRef), float),
     b"farprop.nn.remote_module:_create_module": _Takes(callable, tuple, dict, str),
     b"farprop.nn.remote_module:_run_forward": _Takes(RRef, str, tuple, dict),
     b"farprop.nn.remote_module:_param_rrefs": _Takes(RRef, bool),
@@ -113,7 +130,13 @@ _INTERNAL = {
 
 
 # These run functions of the program. Farprop's other methods, and all-gathers, are short.
-_PROGRAM_RUNS = {Method.FETCH.value, Method.REF_BACKWARD.value, Method.GRADIENTS.value}
+_PROGRAM_RUNS = {
+    Method.FETCH.value,
+    Method.REF_BACKWARD.value,
+    Method.GRADIENTS.value,
+    Method.STREAM_OPEN.value,
+    Method.STREAM_PULL.value,
+}
 _ALL_GATHERS = b"farprop.rpc.api:"
 
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from farprop._torch import set_result
 from farprop.errors import (
+    CallCancelledError,
     ConnectionLostError,
     FarpropError,
     InjectedFaultError,
@@ -29,7 +30,10 @@ from farprop.errors import (
     UsageError,
 )
 from farprop.runtime.agent import Agent
+from farprop.runtime.future_call import cancelled_error
 from farprop.runtime.futures import Future
+from farprop.runtime.sync import Waker
+from farprop.wire.function_names import shown_name
 
 _log = logging.getLogger(__name__)
 
@@ -127,6 +131,7 @@ class RetriedCall:
         self._retry = retry
         self._func = func
         self._call = call
+        self._sleep: Callable[[float], object] = time.sleep
         self._deadline = None if seconds is None else time.monotonic() + seconds
 
     @property
@@ -145,25 +150,26 @@ class RetriedCall:
         except FarpropError as error:
             return self._go_on(error)
 
-    def future_of(self, first: Future) -> Future:
-        """Make further attempts, on a thread of the pool, if the first one fails.
+    def future_of(self, start: Callable[[float], Future]) -> Future:
+        """Make the first attempt on this thread and, if it fails, further ones on a thread of the pool.
 
         Args:
-            first: The future of the first attempt.
+            start: Starts an attempt, with the seconds that are left (0: no limit).
 
         Returns:
             A future of the call.
         """
-        outcome = Future()
+        attempts = _CancellableAttempts(start, start(self.left))
+        self._call, self._sleep = attempts.make, attempts.pause
         here = contextvars.copy_context()  # with the current autograd context
 
         def go_on(error: FarpropError) -> None:
             try:
                 value = here.run(self._go_on, error)
-            except BaseException as last:
-                outcome.set_exception(last)
+            except Exception as last:
+                attempts.end(None, last)
             else:
-                set_result(outcome, value)
+                attempts.end(value, None)
 
         def on_done(done: Any) -> None:
             try:
@@ -171,12 +177,12 @@ class RetriedCall:
             except FarpropError as error:
                 self._agent.services.submit(go_on, error)  # this may be the thread that called ``rpc_async``
             except Exception as error:
-                outcome.set_exception(error)
+                attempts.end(None, error)
             else:
-                set_result(outcome, value)
+                attempts.end(value, None)
 
-        first.add_done_callback(on_done)
-        return outcome
+        attempts.current.add_done_callback(on_done)
+        return attempts.outcome
 
     def _go_on(self, error: FarpropError) -> Any:
         """Try again after the first attempt has failed; raises the last error."""
@@ -193,9 +199,71 @@ class RetriedCall:
                     del error  # its traceback refers to this frame
             _log.info("attempt %d of a call failed, the next is in %.3f s: %s", attempts, pause, error)
             with self._agent.blocked():
-                time.sleep(pause)
+                self._sleep(pause)
             attempts += 1
             try:
                 return self._call(self.left)
             except FarpropError as failed:
                 error = failed
+
+
+class _CancellableAttempts:
+    """The attempts of an asynchronous call, one after the other. It is what the future of the call waits for.
+
+    Args:
+        start: Starts an attempt.
+        first: The first one, which was started.
+    """
+
+    def __init__(self, start: Callable[[float], Future], first: Future) -> None:
+        self.outcome = Future()
+        self.current = first
+        self.outcome.call = self
+        self._start = start
+        self._is_cancelled = False
+        self._woken = Waker()
+        self._open = [True]  # empty once the outcome is there: to delete is atomic
+
+    def make(self, left: float) -> Any:
+        """Make an attempt, and wait for it."""
+        self.current = self._start(left)
+        if self._is_cancelled:
+            self.current.cancel()
+        return self.current.wait()
+
+    def pause(self, seconds: float) -> None:
+        """Pause between two attempts. Raises if there is to be no other."""
+        self._woken.wait(timeout=seconds)
+        if self._is_cancelled:
+            raise self._error()
+
+    def end(self, value: Any, error: Exception | None) -> None:
+        """The last attempt has ended."""
+        try:
+            del self._open[0]
+        except IndexError:
+            return  # it was cancelled
+        if error is None:
+            set_result(self.outcome, value)
+        elif self._is_cancelled and isinstance(error, CallCancelledError):
+            self.outcome.set_cancelled(error)
+        else:
+            self.outcome.set_exception(error)
+        self.outcome.on_call_ended()
+
+    def read(self, until: float | None = None) -> None:
+        """Nothing is read here: a thread of the pool makes the attempts."""
+
+    def cancel(self) -> bool:
+        """End the call, also between two attempts."""
+        self._is_cancelled = True
+        if not self.current.done() and not self.current.cancel():
+            return False  # its answer is here
+        self._woken.wake()
+        self.end(None, self._error())
+        return self.outcome.cancelled()
+
+    def _error(self) -> CallCancelledError:
+        called = self.current.called
+        worker, origin = ("a worker", (b"a function",)) if called is None else called
+        return cancelled_error(worker, shown_name(origin[0]).removeprefix(":"))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
+from collections.abc import Generator
+from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import torch
@@ -22,6 +25,7 @@ from farprop.runtime.agent_registry import current_agent
 from farprop.runtime.dynamo_disable import uncompiled
 from farprop.runtime.future_call import timeout_error
 from farprop.runtime.futures import Future, keep_until_done
+from farprop.runtime.loop_inbox import running_inbox
 from farprop.runtime.references.owned_values import ValueSlot
 from farprop.runtime.references.remote_call import RemoteCall
 from farprop.runtime.references.rref_context import RRefContext
@@ -30,7 +34,7 @@ from farprop.wire.codec import reference_kinds, resolve_out_of_band, send_along
 from farprop.wire.function_names import shown_name
 from farprop.wire.message import Method
 
-T = TypeVar("T")
+T = TypeVar("T", covariant=True)  # where an RRef[nn.Module] is wanted, an RRef[nn.Linear] fits
 
 _PACKAGE = __name__.partition(".")[0] + "."
 
@@ -179,6 +183,44 @@ class RRef(Generic[T]):
         left = self._time_left(seconds, began)
         return agent.call_sync(self._owner_name, Method.FETCH, args, {}, left)  # type: ignore[no-any-return]
 
+    def __await__(self) -> Generator[Any, None, T]:
+        """``await rref`` gives what ``rref.to_here()`` gives, and does not block the loop."""
+        return self._value_awaited().__await__()
+
+    async def _value_awaited(self) -> T:
+        if self._owned is not None:
+            return await self._value_awaited_here()
+        seconds, began = self._checked_agent("await on it").rpc_timeout, time.monotonic()
+        try:
+            return await self._fetch(seconds)  # type: ignore[no-any-return]
+        except ReferenceLostError:
+            raise
+        except (ConnectionLostError, UsageError):  # as in ``to_here``
+            await asyncio.to_thread(self._check_owner, "await on it", seconds, began)
+        return await self._fetch(self._time_left(seconds, began))  # type: ignore[no-any-return]
+
+    def _fetch(self, seconds: float | None) -> Future:
+        """A future of the value, for a worker that does not own it."""
+        record, future = self._record, Future()
+        args = (record.rref.created_on, record.rref.local_id, record.exists)
+        current_agent().call_async(self._owner_name, Method.FETCH, args, {}, seconds, future)
+        return future
+
+    async def _value_awaited_here(self) -> T:
+        assert self._owned is not None
+        slot = self._owned.slot
+        if not slot.done:
+            inbox = running_inbox()
+            waiter: asyncio.Future[None] = inbox.loop.create_future()
+            slot.when_done(partial(inbox.put, waiter))
+            seconds = current_agent().rpc_timeout
+            try:
+                async with asyncio.timeout(seconds):
+                    await waiter
+            except TimeoutError:
+                raise timeout_error(self._owner_name, cast(float, seconds)) from None
+        return slot.get()  # type: ignore[no-any-return]
+
     def _check_owner(self, use: str, timeout: float | None, began: float) -> None:
         """After a lost connection: raise ``ReferenceLostError`` if the owner is gone."""
         current_agent().look_now(self._record.owner, self._time_left(timeout, began))
@@ -231,20 +273,20 @@ class RRef(Generic[T]):
 
     # Calls on the value
 
-    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy:
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
         """Call a method of the value on its owner and wait for its result: ``rref.rpc_sync().method(...)``.
 
         Args:
             timeout: The timeout of the call in seconds; 0 disables it. By default the process's default.
 
         Returns:
-            A proxy with the methods of the value.
+            A proxy with the methods of the value. Type checkers take it for the value itself.
         """
         from farprop.rpc import api
 
-        return RRefProxy(self, api.rpc_sync, timeout)
+        return RRefProxy(self, api.rpc_sync, timeout)  # type: ignore[return-value]
 
-    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy:
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy[Future[Any]]:
         """Call a method of the value on its owner and get a future: ``rref.rpc_async().method(...)``.
 
         Args:
@@ -257,7 +299,7 @@ class RRef(Generic[T]):
 
         return RRefProxy(self, api.rpc_async, timeout)
 
-    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy:
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy[RRef[Any]]:
         """Call a method of the value on its owner and get an RRef to its result: ``rref.remote().method(...)``.
 
         Args:
@@ -311,7 +353,7 @@ class RRef(Generic[T]):
             self._type = None  # ask again next time
             raise
 
-    def _ask_for_type(self, timeout: float) -> torch.futures.Future[Any]:
+    def _ask_for_type(self, timeout: float) -> Future[Any]:
         from farprop.rpc import api
 
         if self._owned is None:

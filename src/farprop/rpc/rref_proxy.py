@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import torch
 
@@ -22,7 +22,26 @@ if TYPE_CHECKING:
     from farprop.rpc.rref import RRef
 
 
-class RRefProxy:
+_Result = TypeVar("_Result")
+
+
+class RemoteMethod(partial[_Result]):
+    """What an attribute of a proxy is: a function that calls the method of that name."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        rref, rpc_api, method, _ = self.args
+        owner = rref.owner_name()
+        how = getattr(rpc_api, "__name__", "rpc_sync")
+        raise AttributeError(
+            f"rref.{how}().{method} has no attribute {name!r}: it is a function that calls the method {method} of the "
+            f"value on {owner}. Methods are all that a proxy has. To read an attribute, call a function there: "
+            f"rpc.rpc_sync({owner!r}, lambda r: r.local_value().{method}, args=(rref,))."
+        )
+
+
+class RRefProxy(Generic[_Result]):
     """Calls methods of a value on its owner: each attribute is a function that calls the method of that name.
 
     Args:
@@ -38,8 +57,8 @@ class RRefProxy:
         self.rpc_api = rpc_api
         self.rpc_timeout = timeout
 
-    def __getattr__(self, func_name: str) -> Callable[..., Any]:
-        return partial(_invoke_rpc, self.rref, self.rpc_api, func_name, self.rpc_timeout)
+    def __getattr__(self, func_name: str) -> Callable[..., _Result]:
+        return RemoteMethod(_invoke_rpc, self.rref, self.rpc_api, func_name, self.rpc_timeout)
 
     # Python looks these up on the class.
 
@@ -54,7 +73,7 @@ class RRefProxy:
     def __exit__(self, kind: Any, error: Any, _: Any) -> Any:
         return self.__getattr__("__exit__")(kind, error, None)  # a traceback can't be sent
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> _Result:
         return self.__getattr__("__call__")(*args, **kwargs)
 
 
@@ -111,6 +130,11 @@ def invoke_here(rref: RRef[Any], method: str, /, *args: Any, **kwargs: Any) -> A
         raise UsageError(f"{rref} refers to a value on {rref.owner_name()}. invoke_here has to run there.")
     slot = rref._owned.slot
     return when_done(slot, partial(current_agent().owner_methods.invoke_on, slot, method, args, kwargs))
+
+
+# The arguments in front of those of the method, for errors.
+invoke_on_owner.own_arguments = 4  # type: ignore[attr-defined]
+invoke_here.own_arguments = 2  # type: ignore[attr-defined]
 
 
 @uncompiled

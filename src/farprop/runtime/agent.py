@@ -21,6 +21,7 @@ from farprop.protocol.signing import CALLS
 from farprop.runtime import first_failure
 from farprop.runtime.accepted_connections import AcceptedConnections
 from farprop.runtime.admission import BarrierGate
+from farprop.runtime.async_results import AsyncResults
 from farprop.runtime.autograd.context_cleanup import ContextCleanup
 from farprop.runtime.autograd.contexts import context_id_of
 from farprop.runtime.autograd.driver import BackwardDriver
@@ -32,21 +33,27 @@ from farprop.runtime.event_loop import EventLoop
 from farprop.runtime.inspector import Inspector
 from farprop.runtime.job_end import JobEnd
 from farprop.runtime.liveness import FailureDetector, Verdict, look_for
+from farprop.runtime.many_calls import ManyCalls
 from farprop.runtime.membership import Membership
 from farprop.runtime.observers import Observers
 from farprop.runtime.open_calls import OpenCalls
+from farprop.runtime.parameter_guard import ParameterGuard
+from farprop.runtime.parcels import Parcels
 from farprop.runtime.peers import Peers
 from farprop.runtime.recorder import recorder
 from farprop.runtime.recording import Recordings
 from farprop.runtime.references.rpc_handlers import OwnerMethods, backward_from_value
 from farprop.runtime.references.rref_context import RRefContext
+from farprop.runtime.served_streams import ServedStreams
 from farprop.runtime.server import Server
 from farprop.runtime.services import WorkerServices
 from farprop.runtime.snapshots import Snapshots
 from farprop.runtime.spinner import CROWDED
+from farprop.runtime.stream_calls import StreamCalls
 from farprop.runtime.thread_pool import Blocked, ThreadPool
 from farprop.runtime.watch import Watch
 from farprop.transport.connection import Connection
+from farprop.transport.shared_copies import SharedCopies
 from farprop.transport.shared_memory import SegmentPool
 from farprop.transport.tls import Stream
 from farprop.wire.dialect import PICKLES, Dialect
@@ -110,6 +117,7 @@ class Agent:
         self._identity, self._dialer = self._endpoint.identity, self._endpoint.dialer
         dialect = self.dialect = options.dialect
         self._pool = SegmentPool(self._settings.shm_pool_bytes, self._halve_pool_in)
+        self._copies = SharedCopies(self._pool)
         self._lock = make_lock("agent")
         self._returns_due = False
         self._closed = False
@@ -142,8 +150,30 @@ class Agent:
         )
         self.services.bind(self.peers, self.references)
         self._devices = DeviceMaps(self.membership, options.device_maps, self.references.instances.get)
-        calls = Calls(self._info, self.peers, self.references, self._devices, dialect, self.context_cleanup.ended)
+        calls = Calls(
+            self._info,
+            self.peers,
+            self.references,
+            self._devices,
+            dialect,
+            self.context_cleanup.ended,
+            self._settings.send_autocast,
+        )
         self.call_sync, self.call_async, self.remote = calls.call_sync, calls.call_async, calls.remote
+        self.streams = StreamCalls(calls.call_async, self.peers, self.services)
+        most_bytes = self._settings.max_message_bytes
+        self.parcels = Parcels(self.services, self._copies, most_bytes)
+        self.call_many = ManyCalls(
+            self._info,
+            calls,
+            self.peers,
+            self.membership,
+            self.services,
+            self.parcels,
+            self._copies,
+            self._dialer.is_near,
+            most_bytes,
+        ).call
         self.snapshots = Snapshots(
             self._endpoint.job, self.membership, self.peers, self._threads, self.gradients, dialect.restricted
         )
@@ -174,6 +204,9 @@ class Agent:
             self.membership.check,
             self._on_peer_lost,
         )
+        async_results = AsyncResults(self._threads, name)
+        self.served_streams = ServedStreams(self._threads, async_results, self._info, dialect)
+        self.parameter_guard = ParameterGuard(self.gradients.contexts, self.membership.name_of)
         self._server = Server(
             self._threads,
             self._info,
@@ -186,20 +219,27 @@ class Agent:
             dialect,
             self.context_cleanup.release,
             self.context_cleanup.on_orphaned,
+            async_results,
             {
                 **self.owner_methods.table(),
                 **self.gradients.methods(),
+                **self.served_streams.methods(),
+                **self.parcels.methods(),
                 Method.CONTEXT_EXISTS: self.context_cleanup.on_context_exists,
                 Method.RECORD: self.recordings.on_command,
                 Method.INSPECT: self.snapshots.on_question,
             },
+            self.parameter_guard,
         )
+        self.served_streams.bind(self._server.uncork, self._server.encode_now)
         self.recordings.look_for_calls = lambda: OpenCalls(self.peers, self._threads, self._server)
         self.snapshots.bind(self._server, self._accepted, self._pool, lambda: self.idle)
         self._observers = Observers(
             self.inspector, self.recordings, self._identity, self._endpoint.inspection_key, self._settings.job_name
         )
         self.peers.accept_own = self._server.accept_own
+        self.parcels.accept = self._server.accept
+        self._server.parcels = self.parcels
         try:
             self._own_entry = self._listen(options, world_size)
             self._threads.start()
@@ -357,6 +397,8 @@ class Agent:
     def _on_peer_lost(self, connection: Connection) -> None:
         _log.info("%s: %s closed its connection", self._info.label, connection.peer)
         self.references.route_lost(connection, connection.rank)
+        self.served_streams.on_connection_lost(connection)
+        self.parcels.on_lost(connection.rank)
         self._suspect(connection.rank)
 
     def _probe(self, rank: int, timeout: float | None = None) -> None:
@@ -503,7 +545,8 @@ class Agent:
         over.
         """
         end = time.monotonic() + last_seconds(_LAST_ANSWERS_SECONDS, deadline, time.monotonic())
-        while self._server.owes_system_answers and time.monotonic() < end:
+        self.served_streams.close()
+        while (self._server.owes_system_answers or self.served_streams.are_closing) and time.monotonic() < end:
             time.sleep(0.0005)
         self.close(last_seconds(_CLOSE_SECONDS, deadline, time.monotonic()))
 
@@ -532,8 +575,10 @@ class Agent:
         self.references.close()
         self.peers.close()
         self.gradients.close()
+        self.served_streams.close()
         self._accepted.close()
         self._server.close()
+        self._copies.close()
         self._threads.close(timeout)
         self.membership.forget_store()
 

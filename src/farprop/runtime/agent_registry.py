@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import atexit
 import os
+from typing import TYPE_CHECKING
 
 from farprop.errors import UsageError
 from farprop.locks import make_lock
 from farprop.runtime import first_failure, profiling
-from farprop.runtime.agent import Agent
+
+if TYPE_CHECKING:
+    from farprop.runtime.agent import Agent
 
 _lock = make_lock("agent_registry")
 installed: Agent | None = None  # None: RPC is not initialized

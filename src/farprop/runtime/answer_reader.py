@@ -29,7 +29,7 @@ from farprop.runtime.spinner import Spinner
 from farprop.runtime.sync import Waker
 from farprop.runtime.thread_pool import ThreadPool
 from farprop.transport.connection import Connection
-from farprop.wire.message import NOTICE, REFS, REQUEST, RETURNS, Message
+from farprop.wire.message import ANSWER, NOTICE, REFS, RETURNS, Message
 
 _log = logging.getLogger(__name__)
 
@@ -203,8 +203,8 @@ class AnswerReader:
     def _deliver(self, messages: list[Message], run: Callable[..., None]) -> None:
         answered: list[list[Any]] = []
         for message in messages:
-            if message.kind == REQUEST:
-                raise ProtocolError("a request where an answer should be")
+            if not ANSWER <= message.kind <= NOTICE:
+                raise ProtocolError(f"message kind {message.kind} where an answer should be")
             if message.flags & (REFS | RETURNS):
                 # Also for answers to abandoned calls: their references are released, not leaked.
                 self._on_refs(self.rank, message)

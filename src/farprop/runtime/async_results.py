@@ -10,11 +10,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from functools import partial
 from types import CoroutineType
-from typing import Any
+from typing import Any, Protocol
 
 from farprop._torch import Future, ScriptFunction
+from farprop.errors import CallCancelledError
 from farprop.locks import make_lock
+from farprop.runtime import futures
 from farprop.runtime.autograd.contexts import Context, current_context
 from farprop.runtime.request_queue import OWN
 from farprop.runtime.thread_pool import ThreadPool, coroutine_of, this_thread
@@ -23,19 +26,48 @@ Answer = Callable[[Any], None]
 Fail = Callable[[BaseException], None]
 
 
+class ServedRequest(Protocol):
+    """The request whose function has returned something that is not done."""
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether its caller does not want the answer any more."""
+
+    def stop_with(self, stop: Callable[[], object]) -> bool:
+        """Call ``stop`` when its caller cancels it. Returns whether it has done so already: then it is not called."""
+
+
 class Deferred:
     """What a handler of farprop's returns when it has to wait before it has its result.
 
     Args:
         subscribe: Calls its argument back when the wait is over.
-        resume: Returns the result, after that.
+        resume: Returns the result, after that. Not called if the caller has cancelled the call. If it is None,
+            ``subscribe`` gets two functions, and calls the first one with the result or the second one with the error,
+            on a thread of the pool or that of coroutines.
+        stop: Ends the wait sooner, if something can.
     """
 
-    __slots__ = ("resume", "subscribe")
+    __slots__ = ("resume", "stop", "subscribe")
 
-    def __init__(self, subscribe: Callable[[Callable[..., None]], None], resume: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        subscribe: Callable[..., None],
+        resume: Callable[[], Any] | None,
+        stop: Callable[[], object] | None = None,
+    ) -> None:
         self.subscribe = subscribe
         self.resume = resume
+        self.stop = stop
+
+    def wrapped(self, run: Callable[[Callable[[], Any]], Any]) -> Deferred:
+        """The same, with ``run`` called with ``resume`` instead of ``resume``."""
+        return self if self.resume is None else Deferred(self.subscribe, partial(run, self.resume), self.stop)
+
+
+def stop_of(future: Any) -> Callable[[], object] | None:
+    """How to cancel what a future waits for; None if it can't be cancelled."""
+    return future.cancel if isinstance(future, futures.Future) else None
 
 
 def not_a_future(function: Any, value: Any) -> RuntimeError:
@@ -51,8 +83,67 @@ def not_a_future(function: Any, value: Any) -> RuntimeError:
     )
 
 
+class CoroutineRun:
+    """A coroutine of a called function, on the thread of ``loop``. It calls ``answer`` with its result there, or
+    ``fail`` with its error.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], answer: Answer, fail: Fail
+    ) -> None:
+        self._loop = loop
+        self._coroutine = coroutine
+        self._answer = answer
+        self._fail = fail
+        self._task: asyncio.Task[None] | None = None
+        self._is_stopped = False
+
+    def start(self) -> None:
+        """Run it, in the current context variables."""
+        try:
+            self._loop.call_soon_threadsafe(self._start)
+        except RuntimeError:  # the loop is closed: this worker shuts down
+            self.give_up()
+
+    def stop(self) -> None:
+        """Raise ``CancelledError`` in it. If it has not begun, it does not begin."""
+        try:
+            self._loop.call_soon_threadsafe(self._stop)
+        except RuntimeError:
+            pass  # the loop is closed, and has cancelled everything
+
+    def give_up(self) -> None:
+        """It does not run."""
+        self._coroutine.close()
+        self._fail(_cancelled())
+
+    def _start(self) -> None:
+        if self._is_stopped:
+            self.give_up()
+            return
+        self._task = self._loop.create_task(self._settle())
+        self._task.add_done_callback(self._on_done)
+
+    def _stop(self) -> None:
+        self._is_stopped = True
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _settle(self) -> None:
+        try:
+            result = await self._coroutine
+        except BaseException as error:
+            self._fail(error)
+        else:
+            self._answer(result)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():  # before its first step: nothing has answered
+            self.give_up()
+
+
 class AsyncioThread:
-    """One thread with an asyncio event loop, started by the first coroutine."""
+    """One thread with an asyncio event loop, started by the first coroutine. All coroutines share it."""
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
@@ -60,23 +151,10 @@ class AsyncioThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    def run(
-        self,
-        coroutine: Coroutine[Any, Any, Any],
-        answer: Answer,
-        fail: Fail,
-    ) -> None:
-        """Run a coroutine on the thread, and call ``answer`` with its result or ``fail`` with its error there."""
-
-        async def settle() -> None:
-            try:
-                result = await coroutine
-            except BaseException as error:
-                fail(error)
-            else:
-                answer(result)
-
-        asyncio.run_coroutine_threadsafe(settle(), self._started())
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop, which runs."""
+        return self._loop or self._started()
 
     def _started(self) -> asyncio.AbstractEventLoop:
         with self._lock:
@@ -90,6 +168,7 @@ class AsyncioThread:
 
     def _run_forever(self, loop: asyncio.AbstractEventLoop) -> None:
         this_thread.makes_nested_calls = True
+        this_thread.runs_coroutines_of = self._worker
         loop.run_forever()
 
     def close(self) -> None:
@@ -121,7 +200,7 @@ class AsyncResults:
         self._coroutines = AsyncioThread(worker)
         self._lock = make_lock("async_results")
 
-    def on_future(self, function: Any, value: Any, answer: Answer, fail: Fail) -> None:
+    def on_future(self, function: Any, value: Any, answer: Answer, fail: Fail, request: ServedRequest) -> None:
         """A function decorated with ``async_execution`` has returned a value, which should be a future."""
         if not isinstance(value, Future):
             fail(not_a_future(function, value))
@@ -140,6 +219,9 @@ class AsyncResults:
             else:
                 answer(result)
 
+        stop = stop_of(value)
+        if stop is not None and request.stop_with(stop):
+            stop()
         value.add_done_callback(done)
 
     def on_unfinished(
@@ -148,36 +230,49 @@ class AsyncResults:
         context: Context | None,
         answer: Answer,
         fail: Fail,
-        request_of: object = None,
+        request: ServedRequest,
     ) -> None:
-        """A function has returned a coroutine or a deferred value, which runs in this autograd context.
-
-        ``request_of`` is the request that it belongs to, for inspection.
-        """
+        """A function has returned a coroutine or a deferred value, which runs in this autograd context."""
         if isinstance(value, CoroutineType):
+            run = CoroutineRun(self._coroutines.loop, value, answer, fail)
+            if request.stop_with(run.stop):
+                run.give_up()
+                return
             outer = current_context.set(context)  # a task copies the context variables of its creator
-            serving = coroutine_of.set(request_of)
-            self._coroutines.run(value, answer, fail)
+            serving = coroutine_of.set(request)
+            run.start()
             coroutine_of.reset(serving)
             current_context.reset(outer)
+        elif value.resume is None:
+            value.subscribe(answer, fail)
         else:
-            request = OWN, self._resume, (value, context, answer, fail, request_of)
-            value.subscribe(lambda: self._threads.submit_request(request))
+            if value.stop is not None and request.stop_with(value.stop):
+                value.stop()
+            resume = OWN, self._resume, (value.resume, context, answer, fail, request)
+            value.subscribe(lambda: self._threads.submit_request(resume))
 
     def _resume(
-        self, deferred: Deferred, context: Context | None, answer: Answer, fail: Fail, request_of: object
+        self,
+        resume: Callable[[], Any],
+        context: Context | None,
+        answer: Answer,
+        fail: Fail,
+        request: ServedRequest,
     ) -> None:
+        if request.is_cancelled:
+            fail(_cancelled())
+            return
         outer = current_context.set(context)
         me = threading.get_ident()
-        self._threads.serving[me] = request_of
+        self._threads.serving[me] = request
         try:
-            value = deferred.resume()
+            value = resume()
         except BaseException as error:
             fail(error)
             error.__traceback__ = None  # as in on_future
         else:
             if type(value) is CoroutineType or type(value) is Deferred:
-                self.on_unfinished(value, context, answer, fail, request_of)
+                self.on_unfinished(value, context, answer, fail, request)
             else:
                 answer(value)
         finally:
@@ -187,3 +282,7 @@ class AsyncResults:
     def close(self) -> None:
         """Cancel all coroutines."""
         self._coroutines.close()
+
+
+def _cancelled() -> CallCancelledError:
+    return CallCancelledError("Its caller has cancelled this call, or this worker has shut down, before it was run.")

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from farprop._torch import set_result
+from farprop._torch import dual_level, is_any_autocast_enabled, set_result
 from farprop.errors import (
+    CallCancelledError,
     ConnectionLostError,
     FarpropError,
     InjectedFaultError,
@@ -21,9 +22,14 @@ from farprop.errors import (
 )
 from farprop.ids import WorkerInfo
 from farprop.protocol.references.records import Fork, OwnedValue
+from farprop.runtime import checkpoint_regions
+from farprop.runtime.autograd import transforms
 from farprop.runtime.autograd.context_cleanup import EndedContexts
 from farprop.runtime.autograd.contexts import Context, current_context
+from farprop.runtime.autograd.lost_gradients import receive_cut
+from farprop.runtime.call_modes import modes_here
 from farprop.runtime.call_records import REMOTE_CALL, RPC_ASYNC, RPC_SYNC, CallRecord
+from farprop.runtime.checkpoint_regions import Outcome, region_here
 from farprop.runtime.client_connection import ClientConnection
 from farprop.runtime.device_maps import DeviceMaps, careful_call
 from farprop.runtime.future_call import AwaitedCall
@@ -35,11 +41,12 @@ from farprop.runtime.references.owned_values import ValueSlot
 from farprop.runtime.references.remote_call import RemoteCall
 from farprop.runtime.references.rref_context import RRefContext
 from farprop.runtime.references.user_references import RRefHandle
+from farprop.wire import unsendable
 from farprop.wire.codec import decode_with
-from farprop.wire.dialect import Dialect
+from farprop.wire.dialect import Dialect, EncodeCall
 from farprop.wire.function_names import shown_name
-from farprop.wire.message import ANSWER, SYSTEM, TRACED, Creation, Message
-from farprop.wire.tensors import DeviceMapRequired
+from farprop.wire.message import ANSWER, CUT, MODES, SYSTEM, TRACED, Creation, Message
+from farprop.wire.tensors import DeviceMapRequired, Place
 from farprop.wire.trace_head import TraceHead
 
 _log = logging.getLogger(__name__)
@@ -59,6 +66,7 @@ class Calls:
         devices: DeviceMaps,
         dialect: Dialect,
         ended: EndedContexts,
+        sends_autocast: bool,
     ) -> None:
         self._own = own
         self._peers = peers
@@ -67,6 +75,7 @@ class Calls:
         self._devices = devices
         self._dialect = dialect
         self._ended = ended
+        self._sends_autocast = sends_autocast
         self._name_of = dialect.name_of
         # Explains a timeout; the agent sets it.
         self.on_timeout: Callable[[RpcTimeoutError, float], None] = lambda error, timeout: None
@@ -84,6 +93,9 @@ class Calls:
         flags: int = 0,
     ) -> Any:
         """Call a function on another worker and wait; returns its result or raises its exception."""
+        if checkpoint_regions.is_used and not flags & SYSTEM and (region := region_here()) is not None:
+            again = partial(self.call_sync, to, function, args, kwargs, timeout, flags)
+            return region.run(self._label(to, function), again)
         began = _now() if recorder.is_on else 0.0
         connection = self._connections.get(to) if type(to) is str else None
         if connection is None or connection.lost:
@@ -107,10 +119,10 @@ class Calls:
         if context is not None and message.autograd is not None and message.autograd.ended:
             self._ended.on_answered(connection.rank, message.autograd.ended)
         if record is None:
-            return self.value_of(answer, context, connection.rank)
+            return self.value_of(answer, context, connection.rank, message)
         record.on_answer(answer)
         try:
-            value = self.value_of(answer, context, connection.rank)
+            value = self.value_of(answer, context, connection.rank, message)
         except BaseException as error:
             record.end(error)
             raise
@@ -133,11 +145,24 @@ class Calls:
         Only errors of the call itself are raised: if the worker can't be reached, the future gets the error. With
         ``profile``, the callee's events are added to the caller's profile before the future is done.
         """
+        outcome: Outcome | None = None
+        if checkpoint_regions.is_used and not flags & SYSTEM and (region := region_here()) is not None:
+            outcome, is_there = region.next_call(self._label(to, function))
+            if is_there:
+                outcome.complete(future)
+                return
+            outcome.pending = future
         began = _now() if recorder.is_on else 0.0
         context = None if flags & SYSTEM else current_context.get()
         name, rank = self._peers.name_and_rank(to)
-        message = self._request(name, rank, context, function, args, kwargs, flags)
-        call = FutureResponse(timeout, future, self.value_of, context, rank, self._describe_async)
+        value_of = self.value_of
+        if outcome is None:
+            message = self._request(name, rank, context, function, args, kwargs, flags)
+        else:
+            with checkpoint_regions.making_a_call():
+                message = self._request(name, rank, context, function, args, kwargs, flags)
+            value_of = partial(outcome.kept_value, value_of)
+        call = FutureResponse(timeout, future, value_of, context, rank, self._describe_async)
         if message.autograd is not None and message.autograd.ended:
             call.on_answered = partial(self._ended.on_answered, rank, message.autograd.ended)
         if profile is not None:
@@ -194,7 +219,8 @@ class Calls:
         began = _now() if recorder.is_on else 0.0
         connection = self._connect(to, timeout, function)
         rank = connection.rank
-        message = self._request(connection.peer, rank, current_context.get(), function, args, kwargs)
+        context = current_context.get()
+        message = self._request(connection.peer, rank, context, function, args, kwargs)
         if profile is not None:
             self._attach_profile(message, profile)
         references = self._references
@@ -217,6 +243,7 @@ class Calls:
                 message.record = CallRecord(REMOTE_CALL, began, message, args, decodes=False, waits=False)
             sending = True
             connection.call_async(message, call)
+            call.sent = connection, message.call_id, context
         except (ConnectionLostError, OverloadedError, InjectedFaultError) as error:
             self._after_failed_send(message, error)
             if not sending:  # encoding an argument failed
@@ -237,6 +264,41 @@ class Calls:
             error.function = shown_name(self._name_of(function) or b"", function)
             raise
 
+    # Parts of a call, for calls of many workers
+
+    def names_of(self, function: Any) -> tuple[bytes | None, bytes]:
+        """The name by which a function travels, or None if it is encoded; and the one that is shown then."""
+        name = self._name_of(function)
+        return name, b"" if name is not None else b":" + shown_name(b"", function).encode()
+
+    @property
+    def encode_call(self) -> EncodeCall:
+        return self._encode_call
+
+    def response(self, timeout: float | None, future: Future, context: Context | None, rank: int) -> FutureResponse:
+        return FutureResponse(timeout, future, self.value_of, context, rank, self._describe_async)
+
+    def send(
+        self, message: Message, call: FutureResponse, connection: ClientConnection, graph: list[torch.Tensor] | None
+    ) -> None:
+        """Send a request that is encoded; raises like any call. ``graph`` has its tensors that require grad."""
+        rank, context = connection.rank, call.context
+        if context is not None:
+            context.attach(message, rank, graph, ended=self._ended.for_request(rank))
+            if message.autograd is not None and message.autograd.ended:
+                call.on_answered = partial(self._ended.on_answered, rank, message.autograd.ended)
+        if message.out_of_band:
+            call.keep = message.out_of_band
+            self._references.attach_refs(message, rank, connection, lend=True)
+        try:
+            call.on_sending(connection)
+            connection.call_async(message, call)
+            call.call_id = message.call_id
+            call.future.called = connection.peer, call.origin
+        except BaseException as error:
+            self._after_failed_send(message, error)
+            raise
+
     # Encoding
 
     def _request(
@@ -251,15 +313,27 @@ class Calls:
     ) -> Message:
         """Encode a call, in the autograd context of this thread if there is one."""
         name = self._name_of(function)
-        if name is not None:
-            function = None
+        sent = function if name is None else None
         graph: list[torch.Tensor] | None = None if context is None or not _is_grad_enabled() else []
         placed = False
+        if dual_level() >= 0:
+            transforms.refuse_dual(args, kwargs)
         try:
-            message = self._encode_call(function, args, kwargs, graph)
+            message = self._encode_call(sent, args, kwargs, graph)
         except DeviceMapRequired:
             placed = True
-            message = self._encode_call(function, args, kwargs, graph, self._devices.towards(to))
+            place = self._devices.towards(to)
+            try:
+                message = self._encode_call(sent, args, kwargs, graph, place)
+            except Exception as error:
+                self._explain(error, to, function, args, kwargs, place)
+                raise
+        except Exception as error:
+            better = transforms.explanation() if isinstance(error, RuntimeError) else None
+            if better is not None:
+                raise better from error
+            self._explain(error, to, function, args, kwargs)
+            raise
         if name is not None:
             message.name = name
         else:
@@ -267,7 +341,41 @@ class Calls:
         message.flags |= flags
         if context is not None:
             context.attach(message, rank, graph, placed=placed, ended=self._ended.for_request(rank))
+        if is_any_autocast_enabled() or checkpoint_regions.is_used:
+            self._attach_modes(message, graph is not None)
         return message
+
+    def _explain(
+        self,
+        error: Exception,
+        to: str,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        place: Place | None = None,
+    ) -> None:
+        """Say in an error which argument can't be sent."""
+        # Functions of farprop's own that pass the program's arguments on have some in front of them.
+        own = getattr(function, "own_arguments", 0)
+        parts = {f"args[{index - own}]": argument for index, argument in enumerate(args) if index >= own}
+        parts |= {f"kwargs[{name!r}]": argument for name, argument in kwargs.items()}
+        if self._name_of(function) is None:
+            parts["func"] = function
+        encode = partial(self._dialect.encode_value, place=place)
+        unsendable.explain(error, parts, encode, to)
+
+    def _attach_modes(self, message: Message, keeps_graph: bool) -> None:
+        if len(message.name) == 1 or message.flags & SYSTEM:
+            return  # it runs no function of the program
+        modes = modes_here(self._sends_autocast and is_any_autocast_enabled(), keeps_graph)
+        if modes:
+            message.modes = modes
+            message.flags |= MODES
+
+    def _label(self, to: Any, function: Any) -> str:
+        """How a call is named that is noted in a checkpointed region."""
+        worker = to.name if isinstance(to, WorkerInfo) else to
+        return f"a call of {shown_name(self._name_of(function) or b'', function)} on {worker}"
 
     def _attach_profile(self, message: Message, profile: CallProfile) -> None:
         if isinstance(profile, RecordedFunction):
@@ -306,23 +414,33 @@ class Calls:
 
     # Answers
 
-    def value_of(self, answer: Message, context: Context | None, sender: int) -> Any:
+    def value_of(self, answer: Message, context: Context | None, sender: int, call: Message | FutureResponse) -> Any:
         """Decode an answer; returns the result of the call, or raises its exception.
 
         Args:
             answer: the answer.
             context: the autograd context that the call was made in.
             sender: the rank of the callee.
+            call: the call; for ``rpc_sync`` its request.
         """
         if answer.kind != ANSWER:
             raise self._error_of(answer)
         decode = self._dialect.decode_value
+        if answer.flags & CUT and context is None:
+            return self._receive_cut(answer, sender, call)
         if answer.autograd is None and answer.received_refs is None:
             return decode(answer.payload, answer.buffers, answer.flags)
         refs = () if answer.received_refs is None else answer.received_refs.items
         if answer.autograd is None or context is None:
             return decode_with(refs, None, decode, answer.payload, answer.buffers, answer.flags)
         return context.receive(sender, answer.autograd, refs, decode, answer.payload, answer.buffers, answer.flags)
+
+    def _receive_cut(self, answer: Message, sender: int, call: Message | FutureResponse) -> Any:
+        name = call.name or call.function_name if isinstance(call, Message) else call.origin[0]
+        function = shown_name(name).removeprefix(":")
+        refs = () if answer.received_refs is None else answer.received_refs.items
+        arguments = self._dialect.decode_value, answer.payload, answer.buffers, answer.flags
+        return receive_cut("the result", function, self._peers.name_of(sender), refs, *arguments)
 
     def _error_of(self, answer: Message) -> Exception:
         error = self._dialect.decode_failure(answer.payload)
@@ -332,7 +450,7 @@ class Calls:
         return error
 
 
-ValueOf = Callable[[Message, Context | None, int], Any]
+ValueOf = Callable[[Message, Context | None, int, "FutureResponse"], Any]
 
 
 class FutureResponse(AwaitedCall):
@@ -382,8 +500,22 @@ class FutureResponse(AwaitedCall):
         self._deadline = None if self.timeout is None else _now() + self.timeout
         self._future.call = self
 
-    def read(self) -> None:
-        self._connection.wait_for(self, self.call_id, self._deadline)
+    @property
+    def context(self) -> Context | None:
+        return self._context
+
+    @property
+    def future(self) -> Future:
+        return self._future
+
+    def read(self, until: float | None = None) -> None:
+        deadline = self._deadline
+        if until is not None and (deadline is None or until < deadline):
+            deadline = until
+        self._connection.wait_for(self, self.call_id, deadline)
+
+    def cancel(self) -> bool:
+        return self._connection.cancel(self, self.call_id)
 
     def finish(self, answer: Message | None, error: Exception | None) -> None:
         try:
@@ -396,7 +528,7 @@ class FutureResponse(AwaitedCall):
                 if self.on_answered is not None:
                     self.on_answered()
                 try:
-                    value = self._value_of(answer, self._context, self.sender)
+                    value = self._value_of(answer, self._context, self.sender, self)
                 except Exception as raised:
                     error = raised
             elif isinstance(error, FarpropError) and self.call_id:
@@ -406,14 +538,19 @@ class FutureResponse(AwaitedCall):
             if self.record is not None:
                 self.record.end(error)  # whoever has the result may look for the event
             future = self._future
+            # First: once the result is there, nothing of the call may hold a reference any more.
+            future.on_call_ended()
+            self.keep = ()
             if self._again and future.done():
                 pass  # the interrupt came after this
             elif error is None:
                 set_result(future, value)
+            elif answer is None and type(error) is CallCancelledError:
+                if self._context is not None:
+                    self._context.on_cancelled(self.origin[2])
+                future.set_cancelled(error)
             else:
                 future.set_exception(error)
-            future.on_call_ended()
-            self.keep = ()
         except BaseException:
             # Whoever is interrupted has another thread finish it.
             self._again, self._open = True, [True]

@@ -1,7 +1,7 @@
 """A connection that this worker dialled: sends requests, and ends them with their answers or with errors.
 
-Every call is opened once, in ``_calls``, and ends exactly once: by its answer, at its deadline, or when the connection
-is lost. Who reads the answers is the subject of ``answer_reader``.
+Every call is opened once, in ``_calls``, and ends exactly once: by its answer, at its deadline, when it is cancelled,
+or when the connection is lost. Who reads the answers is the subject of ``answer_reader``.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from farprop.config import Settings
-from farprop.errors import ConnectionLostError, not_run
+from farprop.errors import CallCancelledError, ConnectionLostError, not_run
 from farprop.runtime.answer_reader import AnswerReader, Waiter
 from farprop.runtime.event_loop import HANGUP
 from farprop.runtime.first_failure import explained
-from farprop.runtime.future_call import AwaitedCall, FutureCall, finish_with, timeout_error
+from farprop.runtime.future_call import AwaitedCall, FutureCall, cancelled_error, finish_with, timeout_error
 from farprop.runtime.host_probe import HostProbe
 from farprop.runtime.room import Room
-from farprop.runtime.thread_pool import ThreadPool, coroutine_of, this_thread
+from farprop.runtime.thread_pool import ThreadPool, check_may_block, coroutine_of, this_thread
 from farprop.runtime.timers import TimerHandle
 from farprop.transport.connection import Connection
 from farprop.wire.function_names import shown_name
-from farprop.wire.message import SYSTEM, Message
+from farprop.wire.message import SYSTEM, Message, cancel
 
 _log = logging.getLogger(__name__)
 _DEBUG = logging.DEBUG
@@ -91,6 +91,11 @@ class ClientConnection(AnswerReader):
         return self._connection.outbox_bytes <= self._room.most_outbox
 
     @property
+    def takes_calls(self) -> bool:
+        """Whether a call of the program would be sent without waiting for anything."""
+        return self.has_room and self._calls.bytes <= self._room.most_in_flight
+
+    @property
     def open_calls(self) -> int:
         return len(self._calls)
 
@@ -136,6 +141,8 @@ class ClientConnection(AnswerReader):
         threads = self._threads
         pooled = getattr(this_thread, "pool", None) is threads
         if not pooled:
+            if hasattr(this_thread, "runs_coroutines_of"):
+                check_may_block("A call that waits for its answer")
             self._loop.called_from_outside = True
         left = timeout
         room = self._room
@@ -254,6 +261,45 @@ class ClientConnection(AnswerReader):
             with self._lock:
                 ours = self._calls.answer(call_id) is not None
                 self._given_up += ours and message.sent
+            raise
+
+    def cancel(self, call: FutureCall, call_id: int) -> bool:
+        """End an open asynchronous call with ``CallCancelledError``, on this thread, and tell the callee.
+
+        Returns:
+            False if it has ended before.
+        """
+        error = cancelled_error(self.peer, shown_name(call.origin[0]).removeprefix(":"))
+        try:
+            with self._lock:
+                if self._calls.answer(call_id) is None:
+                    return False
+                self._given_up += 1
+                self._room.wake()
+            self._end_cancelled(call, call_id, error)
+        except BaseException:
+            # Ctrl-C: to end it twice does no harm.
+            if call_id not in self._calls:
+                self._threads.submit(self._end_cancelled, call, call_id, error)
+            raise
+        return True
+
+    def _end_cancelled(self, call: FutureCall, call_id: int, error: CallCancelledError) -> None:
+        if call.record is not None:
+            call.record.on_error(error)
+        call.finish(None, error)
+        if isinstance(call, AwaitedCall) and call.waiter is not None:
+            self._tell_waiter(call, call.waiter, error)
+        # The request was sent before, or waits to be sent, so the callee reads it first.
+        more = len(self._calls) > _PIPELINED
+        try:
+            self._connection.send(cancel(call_id), more)
+            if more:
+                self._uncork_soon()
+        except ConnectionLostError as lost:
+            self.lose(str(lost))
+        except BaseException as interrupt:
+            self.lose(f"sending to it was interrupted by {type(interrupt).__name__}")
             raise
 
     def _watch_deadlines(self) -> None:

@@ -57,10 +57,11 @@ class Dialer:
 
     def prepare(self, entries: Iterable[Entry]) -> None:
         """Make the certificate now if connections with these workers need it: in the loop it would block others."""
-        if self._certificates is not None and not all(self._is_near(entry) for entry in entries):
+        if self._certificates is not None and not all(self.is_near(entry) for entry in entries):
             self._certificates.prepare()
 
-    def _is_near(self, entry: Entry) -> bool:
+    def is_near(self, entry: Entry) -> bool:
+        """Whether a worker is on this host, and reached by a Unix socket."""
         return self.unix_allowed and bool(entry.unix) and entry.net == self.net
 
     # Accepting
@@ -108,7 +109,7 @@ class Dialer:
         return self._dial_once(entry, deadline)
 
     def _dial_once(self, entry: Entry, deadline: float) -> Stream:
-        sock = sockets.connect(entry, self._is_near(entry), deadline)
+        sock = sockets.connect(entry, self.is_near(entry), deadline)
         try:
             stream = self._prove(entry, sock, deadline)
             if isinstance(stream, TlsSocket):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from farprop.errors import RpcTimeoutError
+from farprop.errors import CallCancelledError, RpcTimeoutError
 from farprop.runtime.call_records import CallRecord
 from farprop.wire.message import AutogradHead, Message
 
@@ -64,6 +64,13 @@ def finish_pair(pair: list[Any]) -> None:
         call, answer = pair
         pair.clear()
         call.finish(answer, None)
+
+
+def cancelled_error(peer: str, function: str) -> CallCancelledError:
+    return CallCancelledError(
+        f"The call of {function} on {peer} was cancelled here: by Future.cancel(), or with the asyncio task that "
+        "awaited it. If it had begun there, it may still be running."
+    )
 
 
 def timeout_error(peer: str, timeout: float) -> RpcTimeoutError:

@@ -12,7 +12,7 @@ from farprop.errors import OverloadedError, not_run
 from farprop.protocol.pending_calls import PendingCalls
 from farprop.runtime.future_call import timeout_error
 from farprop.runtime.sync import Waker
-from farprop.runtime.thread_pool import ThreadPool, this_thread
+from farprop.runtime.thread_pool import ThreadPool, coroutine_of, this_thread
 from farprop.wire.message import SYSTEM, Message
 
 LOOK_SECONDS = 0.5  # a thread that sleeps looks this often whether a wake-up got lost
@@ -71,7 +71,8 @@ class Room:
         """
         if message.flags & SYSTEM:
             return timeout
-        nested = pooled or getattr(this_thread, "makes_nested_calls", False)
+        # With the third: on a thread that a coroutine has its work done on, by ``asyncio.to_thread``.
+        nested = pooled or getattr(this_thread, "makes_nested_calls", False) or coroutine_of.get() is not None
         if not nested and not self._may_wait:
             error = OverloadedError(
                 f"A call to {self._peer} was not sent: calls of {self._calls.bytes} bytes have no answer yet, of which "

@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from farprop.errors import ConnectionLostError
+from farprop.protocol.served_calls import ServedCalls
 from farprop.runtime.answer_reader import Waiter
 from farprop.runtime.client_connection import ClientConnection
-from farprop.wire.message import REQUEST, Message
+from farprop.wire.message import CANCEL, REQUEST, Message, ParcelPart
 
 
 class Loopback:
-    """Both ends of the connection: requests go to ``accept``, answers to ``deliver``, a cut to ``on_hung_up``."""
+    """Both ends of the connection: requests and cancels go to ``accept``, answers to ``deliver``, a cut to
+    ``on_hung_up``.
+    """
 
     fd = -1
     outbox_bytes = 0
@@ -26,6 +29,7 @@ class Loopback:
         self.peer = peer
         self.rank = rank
         self.closed = False
+        self.served: ServedCalls[Callable[[], object]] = ServedCalls()
         self.deliver: Callable[[Message], None]
         self.on_hung_up: Callable[[], None]
         self._accept = accept
@@ -35,10 +39,20 @@ class Loopback:
             raise ConnectionLostError(f"The connection to {self.peer} is closed.")
         if message.buffers:
             # The sender may change its tensors, and the receiver may change what it gets.
-            message.buffers = [memoryview(bytearray(buffer)) for buffer in message.buffers]
+            message.buffers = [
+                buffer if type(buffer) is ParcelPart else memoryview(bytearray(buffer)) for buffer in message.buffers
+            ]
             message.keep = None
         message.sent = True
         if message.kind == REQUEST:
+            # Here already: a thread that cancels the call may be faster than the one that takes the request.
+            self.served.open[message.call_id] = None
+            try:
+                self._accept(self, message)
+            except BaseException:
+                self.served.answered(message.call_id)
+                raise
+        elif message.kind == CANCEL:
             self._accept(self, message)
         else:
             self.deliver(message)

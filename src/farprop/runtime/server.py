@@ -23,6 +23,7 @@ import torch
 from farprop._torch import is_profiled_process
 from farprop.config import Settings
 from farprop.errors import (
+    CallCancelledError,
     ConnectionLostError,
     FarpropError,
     NotExposedError,
@@ -41,21 +42,29 @@ from farprop.runtime.admission import AdmissionControl, BarrierGate
 from farprop.runtime.async_results import AsyncResults, Deferred
 from farprop.runtime.autograd import anomaly
 from farprop.runtime.autograd.contexts import Context, ContextContainer, current_context
+from farprop.runtime.autograd.lost_gradients import receive_cut
+from farprop.runtime.call_modes import CallModes
 from farprop.runtime.call_records import ServedRecord
 from farprop.runtime.device_maps import DeviceMaps, careful_value
 from farprop.runtime.event_loop import HANGUP, IN, OUT
+from farprop.runtime.parameter_guard import ParameterGuard
+from farprop.runtime.parcels import Parcels
 from farprop.runtime.recorder import recorder
 from farprop.runtime.references.rref_context import RRefContext
 from farprop.runtime.request_queue import Request
 from farprop.runtime.self_connection import Loopback
 from farprop.runtime.thread_pool import STALL, ThreadPool
 from farprop.transport.connection import Connection
+from farprop.wire import unsendable
 from farprop.wire.codec import decode_with
 from farprop.wire.dialect import Dialect, EncodeValue
 from farprop.wire.function_names import FunctionNotFound, shown_name
 from farprop.wire.message import (
     ANSWER,
+    CANCEL,
+    CUT,
     FAILURE,
+    MODES,
     NOTICE,
     REFS,
     REMOTE,
@@ -121,6 +130,15 @@ class PendingReply:
         self.context: Context | None = None
         self.call_trace = ""
 
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether its caller does not want the answer any more."""
+        return self.call_id in self.connection.served.cancelled
+
+    def stop_with(self, stop: Callable[[], object]) -> bool:
+        """Its function has returned something that ``stop`` stops; returns whether to do that now."""
+        return self.connection.served.wait(self.call_id, stop)
+
 
 class Server:
     """See the module's rules."""
@@ -138,8 +156,11 @@ class Server:
         dialect: Dialect,
         on_context_ended: Callable[[int, int], None],
         on_context_orphaned: Callable[[int], None],
+        async_results: AsyncResults,
         methods: Mapping[Method, Callable[..., Any]],
+        guard: ParameterGuard,
     ) -> None:
+        self.parcels: Parcels  # set by the agent
         self.active = 0  # unanswered requests
         self._system_active = 0  # unanswered requests of farprop's own
         self._active_lock = make_lock("server")
@@ -152,6 +173,7 @@ class Server:
         connections.on_closed = self._run_held
         self._references = references
         self._contexts = contexts
+        self._guard = guard
         self._devices = devices
         self._gate = gate
         self._admission = AdmissionControl(worker, settings.queue_bytes, settings.outbox_bytes)
@@ -174,7 +196,7 @@ class Server:
         self._ended_contexts: deque[tuple[int, int]] = deque()
         self._on_context_ended = on_context_ended
         self._on_context_orphaned = on_context_orphaned
-        self.async_results = AsyncResults(threads, worker)
+        self.async_results = async_results
         self._serving = threads.serving
         # Requests whose functions have returned something that is not done, with how they learn that it is.
         self.unfinished: dict[PendingReply, Any] = {}
@@ -216,6 +238,8 @@ class Server:
         for message in messages:
             if message.kind == REQUEST:
                 self._accept_request(connection, message, counted_from)
+            elif message.kind == CANCEL:
+                self._cancel(connection, message.call_id)
             elif message.kind != NOTICE:
                 self._break(connection, f"message kind {message.kind}")
                 return
@@ -236,6 +260,9 @@ class Server:
             message: the request.
             counted_from: the time from which its seconds count.
         """
+        connection.served.open[message.call_id] = None
+        if message.buffers and self._awaits_parcel(connection, message, counted_from):
+            return
         flags = message.flags
         if recorder.is_on:
             message.arrived = _now()
@@ -264,13 +291,38 @@ class Server:
             else:
                 self._refuse(connection, message, error)
 
+    def _cancel(self, connection: Connection, call_id: int) -> None:
+        """The caller has cancelled a call. What waits for its turn finds that out when it is run."""
+        stop = connection.served.cancel(call_id)
+        if stop is not None:
+            self._threads.submit(stop)  # it may run callbacks of the program
+        try:
+            connection.send(Message(b"", [], kind=NOTICE))  # wakes a thread of the caller's that waits in the kernel
+        except ConnectionLostError:
+            pass  # the loop sees the end of it
+
+    def accept(self, connection: Connection, message: Message, counted_from: float) -> None:
+        """Queue a request that has waited for a parcel. Called on threads of the pool."""
+        self._accept_request(connection, message, counted_from)
+
+    def _awaits_parcel(self, connection: Connection, message: Message, counted_from: float) -> bool:
+        try:
+            return self.parcels.hold(connection, message, counted_from)
+        except ProtocolError as error:
+            self._break(connection, error)
+            return True
+
     def accept_own(self, connection: Loopback, message: Message) -> None:
-        """Queue a request of this worker to itself.
+        """Queue a request of this worker to itself, or cancel one.
 
         A thread of the pool counts it and admits it: an interrupt of the caller could leave it half admitted.
         """
         # It has everything that the server uses of a connection.
-        self._threads.submit(self._accept_request, cast(Connection, connection), message, _now())
+        own = cast(Connection, connection)
+        if message.kind == CANCEL:
+            self._cancel(own, message.call_id)
+        else:
+            self._threads.submit(self._accept_request, own, message, _now())
 
     def _take_references(self, connection: Connection, message: Message, counted_from: float) -> None:
         """Take the references of a request."""
@@ -327,6 +379,10 @@ class Server:
             message.received_refs = None
             self._send_failure(reply, ConnectionLostError("its caller has given this call up as lost"), SYSTEM)
             return
+        if connection.served.cancelled and reply.is_cancelled:
+            message.received_refs = None
+            self._reject(reply, _cancelled())
+            return
         seconds = message.seconds
         # Farprop's own requests run nevertheless: a worker that was stopped still has to undo a failed pass.
         if seconds is not None and started > counted_from + seconds and not flags & SYSTEM:
@@ -343,6 +399,7 @@ class Server:
         try:
             function, args, kwargs = self._decode(reply, message)
             settings = self._profile_settings(message) if flags & TRACED else None
+            run = partial(CallModes(message.modes).run, function) if flags & MODES else function
         except (FunctionNotFound, NotExposedError) as error:
             self._reject(reply, error)
             return
@@ -354,28 +411,35 @@ class Server:
             text = "%s: runs call %d of %s (rank %d): %s"
             shown = shown_name(name, function)
             _log.debug(text, self._label, reply.call_id, connection.peer, connection.rank, shown)
+        if connection.served.cancelled and reply.is_cancelled:  # while it was decoded
+            message.received_refs = None
+            del args, kwargs
+            self._reject(reply, _cancelled())
+            return
         # With them the arguments' buffers, as soon as the function lets go of them; and an error's traceback would keep
         # the value that this call makes. Whoever called this has the message, too.
         message.received_refs = None
         del message
         outer = None if reply.context is None else current_context.set(reply.context)
         reply.run = name, function, started, seconds, counted_from
+        if self._guard.is_used and reply.context is not None:
+            run = partial(self._guard.run, reply.context, run)
         me = _get_ident()
         self._serving[me] = reply
         if reply.served is not None:
             reply.served.on_decoded(function, args)
         try:
             if settings is not None:
-                value, reply.record = profiling.run_profiled(settings, function, args, kwargs)
+                value, reply.record = profiling.run_profiled(settings, run, args, kwargs)
             elif profiling.served_calls:
-                value = profiling.run_served(function, args, kwargs)
+                value = profiling.run_served(run, args, kwargs)
             elif reply.call_trace:
-                value = anomaly.run_with_call_trace(reply.call_trace, function, args, kwargs)
+                value = anomaly.run_with_call_trace(reply.call_trace, run, args, kwargs)
             elif is_profiled_process() and not profiling.is_farprops_own:
                 shown = call_name("rpc_run", recorder.name_of(name, function), connection.peer, self._worker)
-                value = profiling.run_recorded(shown, function, args, kwargs)
+                value = profiling.run_recorded(shown, run, args, kwargs)
             else:
-                value = function(*args, **kwargs)
+                value = run(*args, **kwargs)
         except BaseException as error:
             if name.startswith(b"torch:") and isinstance(error, TypeError):
                 error = operator_error(function, args, kwargs) or error
@@ -399,7 +463,7 @@ class Server:
                 if (seconds < _QUICK) != (name in self._quick) or (seconds > STALL) != (name in self._slow):
                     self._remember(name, seconds)
         if hasattr(function, "_wrapped_async_rpc_function"):
-            self.async_results.on_future(function, value, *self._answer_later(reply, value))
+            self.async_results.on_future(function, value, *self._answer_later(reply, value), reply)
         elif type(value) is CoroutineType or type(value) is Deferred:
             self.async_results.on_unfinished(value, reply.context, *self._answer_later(reply, value), reply)
         else:
@@ -412,7 +476,7 @@ class Server:
         vet = self._vet
         if method is None and vet is not None:
             function = self._resolve(name)  # before the arguments: those of a function that is not exposed are not read
-        if message.autograd is None and message.received_refs is None and name:
+        if message.autograd is None and message.received_refs is None and name and not message.flags & CUT:
             args, kwargs = self._decode_call(message.payload, message.buffers, message.flags)
         else:
             travelled, args, kwargs = self._decode_with_heads(reply, message)
@@ -427,7 +491,7 @@ class Server:
         return function, args, kwargs
 
     def _decode_with_heads(self, reply: PendingReply, message: Message) -> tuple[Any, Sequence[Any], dict[str, Any]]:
-        """Decode a request with heads: the function if it is pickled, else None, and its arguments.
+        """Decode a request with heads or ``CUT``: the function if it is pickled, else None, and its arguments.
 
         A request of an autograd context runs in this context here, too, unless the context has ended meanwhile.
         """
@@ -435,6 +499,11 @@ class Server:
         head = message.autograd
         context = None if head is None else self._contexts.meet(head.context_id)
         if head is None or context is None:
+            if message.flags & CUT:
+                function = shown_name(message.name)
+                return receive_cut(
+                    "an argument", function, reply.connection.peer, refs, self._decode_arguments, message
+                )
             return decode_with(refs, None, self._decode_arguments, message)
         if reply.connection.closed:
             # In this order: the caller may have died while its request waited here. Whoever ends the contexts of a dead
@@ -470,11 +539,14 @@ class Server:
 
     def _end_later(self, end: Callable[[PendingReply, Any], None], reply: PendingReply, outcome: Any) -> None:
         self.unfinished.pop(reply, None)
+        reply.connection.served.waited(reply.call_id)
         end(reply, outcome)
 
     def _answer(self, reply: PendingReply, value: Any) -> None:
         if reply.creation is not None:
             reply.creation.slot.fill(value)
+            value = None
+        elif reply.connection.served.cancelled and reply.is_cancelled:
             value = None
         try:
             if reply.context is None and reply.record is None:
@@ -488,11 +560,23 @@ class Server:
                 self._references.attach_refs(message, reply.connection.rank, reply.connection)
         except BaseException as error:
             error.add_note(f"{self._worker} could not encode the function's result, a {type(value).__name__}.")
+            if isinstance(error, Exception):
+                self._explain(error, reply.connection.peer, value)
             self._fail(reply, error)
             return
         del value
         message.kind = ANSWER
         self._send(reply, message)
+
+    def encode_now(self, reply: PendingReply, value: Any) -> Message:
+        """Encode a value for the caller of a request, to be sent later: what becomes of the value then is not seen."""
+        try:
+            message = self._encode_value(value) if reply.context is None else self._encode(reply, value)
+        except DeviceMapRequired:
+            message = self._encode(reply, value, placed=True)
+        message.buffers = [memoryview(bytearray(buffer)) for buffer in message.buffers]
+        message.keep = None
+        return message
 
     def _encode(self, reply: PendingReply, value: Any, placed: bool = False) -> Message:
         """Encode the answer: in the request's autograd context, with its profile's events, on the caller's devices.
@@ -510,12 +594,23 @@ class Server:
         if placed:
             place = self._devices.back_to(reply.connection.peer)
             message = self._dialect.encode_value(value, graph, place)
-        if context is not None:
+        if context is not None and message.autograd is None:  # a recorded pass has attached its own
             context.attach(message, reply.connection.rank, graph, reply.call_trace, placed)
         if reply.record is not None:
             message.flags |= TRACED
             message.trace = profiling.pack_record(reply.record())
         return message
+
+    def _explain(self, error: Exception, caller: str, value: Any) -> None:
+        """Say in an error which part of a result can't be sent."""
+
+        def encode(part: Any) -> Message:
+            try:
+                return self._dialect.encode_value(part)
+            except DeviceMapRequired:
+                return self._dialect.encode_value(part, None, self._devices.back_to(caller))
+
+        unsendable.explain(error, {"result": value}, encode, caller)
 
     def _reject(self, reply: PendingReply, error: BaseException) -> None:
         """Answer a request that was not run."""
@@ -545,6 +640,10 @@ class Server:
         if reply.borrowed and not self._end_borrowing(reply, message):
             return
         connection, threads = reply.connection, self._threads
+        served = connection.served
+        served.open.pop(reply.call_id, None)
+        if served.cancelled:
+            served.answered(reply.call_id)
         message.call_id = reply.call_id
         _log.debug("%s: answers call %d of %s (rank %d)", self._label, reply.call_id, connection.peer, connection.rank)
         # Only the leader lets answers wait: if the function that it runs next is slow after all, the watcher notices.
@@ -654,8 +753,9 @@ class Server:
                 self.active += 1
 
     def held(self) -> list[Request]:
-        """The requests that barriers and callers who don't read hold back."""
-        return [*self._gate.held(), *self._admission.held()]
+        """The requests that barriers and callers who don't read hold back, and those that wait for a parcel."""
+        waiting = [self._request(*held) for held in self.parcels.held()]
+        return [*self._gate.held(), *self._admission.held(), *waiting]
 
     @property
     def owes_system_answers(self) -> bool:
@@ -676,6 +776,10 @@ def _arrival(connection: Connection, messages: Sequence[Message]) -> float:
     arrived -= connection.input_age()
     connection.last_input = arrived  # if that is long ago, bytes that follow may be as old
     return arrived - HEARTBEAT_SECONDS * sum(message.is_heartbeat for message in messages)
+
+
+def _cancelled() -> CallCancelledError:
+    return CallCancelledError("Its caller has cancelled this call before it could start, so it was not run.")
 
 
 def _too_late() -> RpcTimeoutError:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
+from farprop.errors import UsageError
 from farprop.locks import make_lock
 from farprop.runtime.event_loop import EventLoop
 from farprop.runtime.request_queue import LONG, Request, RequestQueue
@@ -471,7 +472,8 @@ class Blocked:
 
 
 # ``pool``; ``counted`` and ``answering``: what this thread adds to the pool's numbers; ``makes_nested_calls``: those
-# of called functions, although it is no thread of the pool.
+# of called functions, although it is no thread of the pool; ``runs_coroutines_of``: the worker whose coroutines it
+# runs.
 this_thread = threading.local()
 
 # The request that a coroutine belongs to: all coroutines run on one thread.
@@ -481,3 +483,14 @@ coroutine_of: ContextVar[Any] = ContextVar("farprop_coroutine_of", default=None)
 def pool_of_this_thread() -> ThreadPool | None:
     """The pool that this thread belongs to."""
     return getattr(this_thread, "pool", None)
+
+
+def check_may_block(use: str) -> None:
+    """Raise ``UsageError`` in a coroutine that was called on this worker: all of them share one thread."""
+    worker = getattr(this_thread, "runs_coroutines_of", None)
+    if worker is not None:
+        raise UsageError(
+            f"{use} would block all coroutines of {worker}: the async def functions that are called on a worker share "
+            "one thread. Use await: `await rpc.rpc_async(...)`, `await future`, `await rref`. What has no form to "
+            "await runs in a thread: `await asyncio.to_thread(function, ...)`."
+        )

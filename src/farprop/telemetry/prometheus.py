@@ -34,7 +34,8 @@ _BOUNDS = range(9, 93, 3)
 class Collector:
     """Farprop's metrics of this process. ``register`` makes one.
 
-    The names of functions are labels. Those beyond the first ``most_functions`` are summed up as ``other``.
+    Args:
+        most_functions: the names of functions are labels; those beyond the first so many are summed up as ``other``.
     """
 
     def __init__(self, most_functions: int = _MOST_FUNCTIONS) -> None:
@@ -66,10 +67,19 @@ class Collector:
     # Called by prometheus_client
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the metrics need not be known when the collector is registered."""
+        """Called by ``prometheus_client``: the metrics need not be known when the collector is registered.
+
+        Returns:
+            Nothing.
+        """
         return []
 
     def collect(self) -> Iterator[Metric]:
+        """Called by ``prometheus_client`` for each scrape.
+
+        Yields:
+            The metrics.
+        """
         with self._lock:
             rows = [row.copy() for row in self._stats.rows()]
             errors = dict(self._errors)
@@ -176,7 +186,13 @@ def register(registry: CollectorRegistry = REGISTRY, most_functions: int = _MOST
 
 
 class MetricsServer:
-    """A server of metrics. ``start`` makes one."""
+    """A server of metrics. ``start`` makes one.
+
+    Args:
+        server: the HTTP server.
+        thread: which runs it.
+        remove: has calls counted no more.
+    """
 
     def __init__(self, server: WSGIServer, thread: threading.Thread, remove: Callable[[], None]) -> None:
         self._server = server

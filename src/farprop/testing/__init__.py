@@ -3,3 +3,7 @@
 from farprop.testing.faults import FaultPlan, inject
 
 __all__ = ["FaultPlan", "inject"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -14,11 +14,14 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from farprop.errors import ConnectionLostError, ProtocolError, UsageError
 from farprop.locks import make_lock
 from farprop.protocol.host_liveness import HostLiveness, HostState
+from farprop.protocol.served_calls import ServedCalls
+from farprop.transport.shared_copies import BorrowedCopy, SharedCopy
 from farprop.transport.shared_memory import (
     MIN_SHARED,
     FdChannel,
@@ -31,7 +34,17 @@ from farprop.transport.shared_memory import (
 from farprop.transport.sockets import SEND_FLAGS, can_probe, seconds_since_data, tcp_facts, unsent
 from farprop.transport.tls import Stream, TlsSocket
 from farprop.wire.frames import FrameReader
-from farprop.wire.message import FORGET, HEADS, MAX_BUFFERS, MAX_RETURNED, Message, notice
+from farprop.wire.message import (
+    FORGET,
+    HEADS,
+    MAX_BUFFERS,
+    MAX_RETURNED,
+    NOTICE,
+    SHARED,
+    Message,
+    ParcelPart,
+    notice,
+)
 
 _DONTWAIT = socket.MSG_DONTWAIT
 _MAX_PARTS = 512  # below IOV_MAX
@@ -88,6 +101,7 @@ class Connection:
         self._sock = sock
         self._tls = sock if isinstance(sock, TlsSocket) else None
         is_unix = self.shares_clock = sock.family == socket.AF_UNIX  # then requests carry a time of the clock
+        self.served: ServedCalls[Callable[[], object]] = ServedCalls()  # the peer's requests, for the server
         self.last_input = 0.0  # when the bytes that were read last had arrived, as far as the server knows
         # The socket of a Unix connection whose descriptor channel is not there yet.
         self._unpaired = sock if shares_memory and is_unix and isinstance(sock, socket.socket) else None
@@ -151,6 +165,16 @@ class Connection:
                 raise self._too_large(total)
         for buffer in buffers:
             segment = None
+            if type(buffer) is ParcelPart:
+                table.append(buffer.row)
+                continue
+            if type(buffer) is SharedCopy:
+                number = self.sender.lend_copy(buffer)
+                if number is not None:
+                    table.append((buffer.nbytes, SHARED | number))
+                    continue
+                buffer.lose()  # its bytes wait in the outbox, perhaps for long
+                buffer = buffer.view
             if self._fd_channel is not None and buffer.nbytes >= MIN_SHARED:
                 segment = self.sender.lend(buffer)
             if segment is None:
@@ -290,15 +314,26 @@ class Connection:
             if message.flags & HEADS:
                 message.parse_heads()
             if message.buffers:
-                message.buffers = [b if type(b) is memoryview else self.receiver.borrow(*b) for b in message.buffers]
+                message.buffers = [b if type(b) is memoryview else self._borrow(*b) for b in message.buffers]
             if message.returned_segments:
-                if message.flags & FORGET:
+                if message.kind == NOTICE and message.flags & FORGET:
                     self.receiver.forget(message.returned_segments)
                 else:
                     self.sender.take_back(message.returned_segments)
                     if self.sender.dropped:
                         self._send_forgets()
         return messages
+
+    def _borrow(self, segment: int, length: int) -> Any:
+        """What a row of the table of buffers stands for, if the bytes are not inline."""
+        if segment < SHARED:
+            return self.receiver.borrow(segment, length)
+        part = ParcelPart.of(segment, length)
+        if part is not None:
+            return part
+        number = segment ^ SHARED
+        descriptor = self.receiver.receive_descriptor(number)
+        return BorrowedCopy(descriptor, length, partial(self.receiver.give_back, number, length))
 
     def input_age(self) -> float:
         """For a TCP connection: how many seconds the bytes that were just read have waited in the kernel, at least."""

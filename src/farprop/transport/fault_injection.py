@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from farprop.errors import InjectedFaultError
 from farprop.locks import make_lock
 from farprop.transport.connection import Connection
-from farprop.wire.message import NOTICE, Message
+from farprop.wire.message import CANCEL, NOTICE, Message
 
 
 class FaultAction(enum.Enum):
@@ -43,7 +43,7 @@ class FaultyConnection:
 
     def send(self, message: Message, more: bool = False) -> None:
         inner = self._inner
-        decision = None if message.kind == NOTICE else self._policy(inner.peer, message)
+        decision = None if message.kind in (NOTICE, CANCEL) else self._policy(inner.peer, message)
         if decision is None:
             inner.send(message, more)
         elif decision.action is FaultAction.FAIL:

@@ -27,12 +27,16 @@ import struct
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy
 
 from farprop.errors import ProtocolError
 from farprop.locks import make_lock
 from farprop.transport.sockets import SEND_FLAGS
+
+if TYPE_CHECKING:
+    from farprop.transport.shared_copies import SharedCopy
 
 # Copying a smaller buffer through the socket is faster than lending a segment.
 MIN_SHARED = 64 * 1024
@@ -41,6 +45,7 @@ HALF_LIFE = 1.0  # seconds in which the pool drops half of the free segments tha
 _FEW_BYTES = 16 << 20  # free segments of fewer bytes stay for ever: no timer runs for them
 # With this many bytes of returned segments waiting for a message, ``on_returned`` is called.
 _MUCH = 16 << 20
+_P = TypeVar("_P", bound="Pooled", contravariant=True)
 
 
 class Segment:
@@ -65,8 +70,20 @@ class Segment:
         self._array[: data.nbytes] = numpy.frombuffer(data, numpy.uint8)
 
     def release_memory(self) -> None:
-        """Give the memory back to the kernel. The mappings stay, on both sides; nobody may use them any more."""
-        _libc.madvise(self._array.ctypes.data, self.size, mmap.MADV_REMOVE)
+        release_memory(self._array)
+
+
+class Pooled(Protocol):
+    """A free segment, or another piece of shared memory that nobody uses now."""
+
+    number: int
+    size: int
+
+
+class PoolOwner(Protocol[_P]):
+    """Whoever has put something into the pool."""
+
+    def drop(self, segment: _P, /) -> None: ...
 
 
 class SegmentPool:
@@ -81,12 +98,12 @@ class SegmentPool:
         self._limit = limit
         self._call_later = call_later
         self._lock = make_lock("segment_pool")
-        self._free: OrderedDict[tuple[int, int], tuple[ShmSender, Segment]] = OrderedDict()
+        self._free: OrderedDict[tuple[int, int], tuple[PoolOwner[Any], Pooled]] = OrderedDict()
         self._free_bytes = 0
         self._unneeded = 0  # the least number of free bytes since ``halve`` last ran
         self._is_halving = False  # ``halve`` will be called
 
-    def add(self, sender: ShmSender, segment: Segment) -> None:
+    def add(self, sender: PoolOwner[_P], segment: _P) -> None:
         with self._lock:
             self._free[id(sender), segment.number] = sender, segment
             self._free_bytes += segment.size
@@ -111,7 +128,7 @@ class SegmentPool:
             self._call_later(HALF_LIFE)
         return bool(drop)
 
-    def _take_oldest(self, size: int) -> list[tuple[ShmSender, Segment]]:
+    def _take_oldest(self, size: int) -> list[tuple[PoolOwner[Any], Pooled]]:
         """Remove the oldest segments, until they have ``size`` bytes."""
         taken = []
         while size > 0 and self._free:
@@ -122,11 +139,11 @@ class SegmentPool:
             taken.append((owner, oldest))
         return taken
 
-    def _drop(self, segments: list[tuple[ShmSender, Segment]]) -> None:
+    def _drop(self, segments: list[tuple[PoolOwner[Any], Pooled]]) -> None:
         for owner, segment in segments:
             owner.drop(segment)
 
-    def take(self, sender: ShmSender, segment: Segment) -> bool:
+    def take(self, sender: PoolOwner[_P], segment: _P) -> bool:
         """Claim a free segment; False if it has been dropped meanwhile."""
         with self._lock:
             if self._free.pop((id(sender), segment.number), None) is None:
@@ -136,7 +153,7 @@ class SegmentPool:
                 self._unneeded = self._free_bytes
             return True
 
-    def forget(self, sender: ShmSender) -> None:
+    def forget(self, sender: PoolOwner[Any]) -> None:
         with self._lock:
             for key in [key for key in self._free if key[0] == id(sender)]:
                 self._free_bytes -= self._free.pop(key)[1].size
@@ -160,7 +177,7 @@ class ShmSender:
         self._lock = make_lock("shm_sender")
         self._numbers = itertools.count(1)
         self._free: list[Segment] = []
-        self._lent: dict[int, Segment] = {}
+        self._lent: dict[int, Segment | SharedCopy] = {}
         self.dropped: deque[int] = deque()  # numbers of segments that the receiver has to unmap
         self._closed = False
 
@@ -174,6 +191,21 @@ class ShmSender:
             if not self._closed:
                 self._lent[segment.number] = segment
                 return segment
+        return None
+
+    def lend_copy(self, copy: SharedCopy) -> int | None:
+        """Lend memory that other workers have, too; returns its number here, or None if that is not possible now."""
+        with self._lock:
+            number = next(self._numbers)
+        channel = self.fd_channel
+        if channel is None or not channel.send(number, copy.descriptor):
+            return None
+        copy.hold()
+        with self._lock:
+            if not self._closed:
+                self._lent[number] = copy
+                return number
+        copy.lose()  # the receiver may have the descriptor
         return None
 
     def _take(self, size: int) -> Segment | None:
@@ -199,8 +231,12 @@ class ShmSender:
                 segment = self._lent.pop(number, None)
                 if segment is None:
                     raise ProtocolError(f"the peer gave back segment {number}, which it does not have")
-                self._free.append(segment)
-            self._pool.add(self, segment)
+                if isinstance(segment, Segment):
+                    self._free.append(segment)
+            if isinstance(segment, Segment):
+                self._pool.add(self, segment)
+            else:
+                segment.release()
         if self._closed:
             self._pool.forget(self)
 
@@ -218,7 +254,10 @@ class ShmSender:
         self._pool.forget(self)
         with self._lock:
             self._free.clear()
-            self._lent.clear()
+            lent, self._lent = self._lent, {}
+        for segment in lent.values():
+            if not isinstance(segment, Segment):
+                segment.lose()
 
     @property
     def lent_bytes(self) -> int:
@@ -250,18 +289,28 @@ class ShmReceiver:
             raise ProtocolError(f"segment {number} is lent already or shorter than {length} bytes")
         # The finaliser is on the exporting object, not on the view: NumPy makes its own view and drops ours.
         root = memory.root()
-        leases, returned = self._leases, self.returned
+        leases = self._leases
 
         def give_back(_: object) -> None:
             leases.pop(number, None)
-            returned.append(number)
-            self._returned_bytes += length
-            if self._returned_bytes >= _MUCH:
-                self._returned_bytes = 0
-                self._on_returned()
+            self.give_back(number, length)
 
         leases[number] = weakref.ref(root, give_back)
         return view_of(root, length)
+
+    def receive_descriptor(self, number: int) -> int:
+        """The descriptor of memory that several workers have, which the caller owns."""
+        if self.fd_channel is None:
+            raise ProtocolError(f"segment {number} on a connection that passes none")
+        return self.fd_channel.receive(number)
+
+    def give_back(self, number: int, length: int) -> None:
+        """Nothing refers to a segment any more. Called by the garbage collector."""
+        self.returned.append(number)
+        self._returned_bytes += length
+        if self._returned_bytes >= _MUCH:
+            self._returned_bytes = 0
+            self._on_returned()
 
     def _map(self, number: int) -> SharedMapping:
         if self.fd_channel is None:
@@ -318,8 +367,13 @@ class SharedMapping:
     this class calls the C library's ``mmap``, and unmaps when nothing refers to the mapping any more.
     """
 
-    def __init__(self, descriptor: int, size: int) -> None:
-        address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    keep: object = None
+    """Something that lives as long as the mapping."""
+
+    def __init__(self, descriptor: int, size: int, private: bool = False) -> None:
+        """With ``private``, what is written to the memory is seen by nobody else."""
+        flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+        address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
         if address == _FAILED:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
@@ -351,6 +405,11 @@ def new_shared_memory(size: int) -> tuple[int, SharedMapping]:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def release_memory(array: numpy.ndarray[Any, Any]) -> None:
+    """Give shared memory back to the kernel. The mappings stay, on all sides; nobody may use them any more."""
+    _libc.madvise(array.ctypes.data, array.nbytes, mmap.MADV_REMOVE)
 
 
 def view_of(root: ctypes.Array[ctypes.c_char], length: int) -> memoryview:

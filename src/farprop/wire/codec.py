@@ -6,7 +6,7 @@ in calls. It may pass objects to the pickler's ``send_out_of_band``: these trave
 ``resolve_out_of_band`` finds them in the decoder.
 
 In a message of an autograd context, ``graph`` collects the tensors that require grad, in the order in which the decoder
-builds them.
+builds them. Without one, a tensor whose graph stays behind gives the message the flag ``CUT``.
 
 ``place`` maps a tensor's device to a device of the receiver. Without it, a tensor that is not on the CPU raises
 ``DeviceMapRequired``.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import io
 import pickle
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
@@ -27,7 +28,7 @@ from typing import Any, TypeVar
 import torch
 
 from farprop import _torch
-from farprop.wire.message import Message
+from farprop.wire.message import CUT, Message
 from farprop.wire.tensors import (
     INLINE_LIMIT,
     DeviceMapRequired,
@@ -35,6 +36,7 @@ from farprop.wire.tensors import (
     Sent,
     SpanTooShort,
     collecting,
+    is_cut,
     placed,
     reduce_tensor,
     requiring_grad,
@@ -68,6 +70,7 @@ class _Reductions:
     whole: frozenset[int] | None = None
     out_of_band: list[Any] | tuple[()] = ()
     graph: list[torch.Tensor] | None = None
+    is_cut = False
 
     def send_out_of_band(self, obj: Any) -> int:
         """Send ``obj`` in front of the pickle; returns its index there."""
@@ -83,6 +86,9 @@ class _Reductions:
                 return class_reducers[type(obj)](obj)
             finally:
                 _writing.pickler = outer
+        if type(obj) is OrderedDict and not obj.__dict__:
+            # Its own ``__reduce__`` takes many times as long, and a model has twelve for each of its modules.
+            return OrderedDict, (), None, None, iter(obj.items())
         if type(obj) is _Tensor:
             sent = self.sent
             if sent is None:
@@ -90,6 +96,8 @@ class _Reductions:
             if obj.requires_grad:
                 if self.graph is not None:
                     self.graph.append(obj)
+                elif is_cut(obj):
+                    self.is_cut = True
                 # Torch's own reduction of the rarer layouts loses ``requires_grad``.
                 return reduce_tensor(obj, sent, self.whole) or (requiring_grad, (obj.detach(),))
             reduced = reduce_tensor(obj, sent, self.whole)
@@ -134,6 +142,8 @@ class _Placements(_Reductions):
             return super().reduce(obj)
         if obj.requires_grad and self.graph is not None:
             self.graph.append(obj)
+        elif obj.requires_grad and is_cut(obj):
+            self.is_cut = True
         # The copy runs on the current stream of the tensor's device and waits for it, so it sees all earlier kernels.
         copy = obj.detach().cpu()
         self.copies[id(copy)] = copy
@@ -305,9 +315,10 @@ def _encode(
         pickler.dump(obj)
     except SpanTooShort as short:
         return _encode(pickler_type, obj, graph, place, (whole or frozenset()) | {short.storage})
+    flags = CUT if pickler.is_cut else 0
     if not large:
-        return Message(file.getvalue(), [], None, 0, pickler.out_of_band)
-    return Message(file.getvalue(), [b.raw() for b in large], (pickler.sent, large), 0, pickler.out_of_band)
+        return Message(file.getvalue(), [], None, flags, pickler.out_of_band)
+    return Message(file.getvalue(), [b.raw() for b in large], (pickler.sent, large), flags, pickler.out_of_band)
 
 
 def _encode_with_cloudpickle(obj: Any, graph: list[torch.Tensor] | None, place: Place | None) -> Message:

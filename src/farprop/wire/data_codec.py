@@ -29,8 +29,8 @@ from farprop._torch import sparse_indices, sparse_values
 from farprop.errors import NotDataError, NotExposedError, ProtocolError, RemoteError
 from farprop.wire import codec, exposed
 from farprop.wire.data_tensors import WrittenTensors, read_coo, read_csr, read_dense
-from farprop.wire.message import FAST, Message
-from farprop.wire.tensors import CODES, DTYPES
+from farprop.wire.message import CUT, FAST, Message
+from farprop.wire.tensors import CODES, DTYPES, is_cut
 
 MAX_META = 256 << 20
 MAX_DEPTH = 100
@@ -63,12 +63,13 @@ _NONE = _encode(None)
 class _Writer:
     """Turns the values of one message into MessagePack's types."""
 
-    __slots__ = ("graph", "out_of_band", "tensors")
+    __slots__ = ("graph", "is_cut", "out_of_band", "tensors")
 
     def __init__(self, graph: list[torch.Tensor] | None) -> None:
         if graph is not None:
             graph.clear()  # an earlier try may have filled it
         self.graph = graph
+        self.is_cut = False
         self.tensors = WrittenTensors()
         self.out_of_band: list[Any] = []
 
@@ -127,8 +128,11 @@ class _Writer:
         if known is not None:
             return [AGAIN, known]
         requires_grad = tensor.requires_grad
-        if requires_grad and self.graph is not None:
-            self.graph.append(tensor)
+        if requires_grad:
+            if self.graph is not None:
+                self.graph.append(tensor)
+            elif is_cut(tensor):
+                self.is_cut = True
         layout = tensor.layout
         if not tensor.is_cpu:
             raise NotDataError(f"A tensor on {tensor.device} can't be sent in a restricted job. Call .cpu() first.")
@@ -154,6 +158,7 @@ class _Writer:
                 f"A message of {len(meta)} bytes besides its tensors can't be sent in a restricted job, whose limit is "
                 f"{MAX_META}. Send it in parts, or as tensors."
             )
+        flags |= CUT if self.is_cut else 0
         return Message(meta, self.tensors.buffers, self.tensors.keep, flags, self.out_of_band)
 
 

@@ -19,7 +19,7 @@ import numpy
 import torch
 
 from farprop.wire.codec import class_reducers, encode, reference_kinds
-from farprop.wire.message import FAST, Message
+from farprop.wire.message import CUT, FAST, Message
 from farprop.wire.tensors import CODES, DTYPES, INLINE_LIMIT, Place, dense, requiring_grad, view_memory
 
 ATOMS = frozenset((type(None), bool, int, float, str, bytes))
@@ -40,17 +40,19 @@ _from_numpy = torch.from_numpy
 _NOTHING = _dumps((0, ()), 5)
 _NONE = _dumps((0, (None,)), 5)
 _MAX_VALUES = 16
-Plain = tuple[bytes, list[memoryview], Sequence[Any]]
+_CUT = FAST | CUT
+_is_grad_enabled = torch.is_grad_enabled
+Plain = tuple[bytes, list[memoryview], Sequence[Any], int]
 
 
 def encode_plain(values: tuple[Any, ...]) -> Plain | None:
-    """The pickle of ``(mask, values)``, the buffers beside it, and the references.
+    """The pickle of ``(mask, values)``, the buffers beside it, the references, and the message's flags.
 
     Bit i of the mask says that value i is a tensor. If there are references, the pickle is ``(mask, values, indices)``:
     the values at these indices are the numbers of references.
     """
     if not values:
-        return _NOTHING, [], ()
+        return _NOTHING, [], (), FAST
     types = tuple(map(type, values))
     references: list[Any] | tuple[()] = ()
     if not _LOOKED_AT.issuperset(types):
@@ -59,10 +61,11 @@ def encode_plain(values: tuple[Any, ...]) -> Plain | None:
         references = [value for value in values if type(value) in reference_kinds]
     if _Tensor not in types:
         if not references:
-            return _dumps((0, values), 5), [], ()
+            return _dumps((0, values), 5), [], (), FAST
         numbered = list(values)
-        return _dumps((0, numbered, _number_references(numbered, types)), 5), [], references
+        return _dumps((0, numbered, _number_references(numbered, types)), 5), [], references, FAST
     mask = 0
+    flags = FAST
     flat: list[Any] = []
     buffers: list[memoryview] = []
     storages: list[int] = []
@@ -70,13 +73,16 @@ def encode_plain(values: tuple[Any, ...]) -> Plain | None:
     for index, value in enumerate(values):
         if types[index] is _Tensor:
             mask |= 1 << index
-            value = _flatten(value, storages if several else None, buffers)
+            tensor = value
+            value = _flatten(tensor, storages if several else None, buffers)
             if value is None:
                 return None
+            if value[3] and not tensor.is_leaf:
+                flags = _CUT  # unless the message belongs to an autograd context
         flat.append(value)
     if references:
-        return _dumps((mask, flat, _number_references(flat, types)), 5), buffers, references
-    return _dumps((mask, flat), 5), buffers, ()
+        return _dumps((mask, flat, _number_references(flat, types)), 5), buffers, references, flags
+    return _dumps((mask, flat), 5), buffers, (), flags
 
 
 def _looked_at() -> frozenset[type]:
@@ -173,10 +179,12 @@ def encode_call(
     if not kwargs and place is None and len(args) <= _MAX_VALUES and _Tensor not in class_reducers:
         plain = encode_plain(args)
         if plain is not None:
-            if graph is not None:
-                for value in args:
-                    if type(value) is _Tensor and value.requires_grad:
-                        graph.append(value)
+            if graph is None:
+                flags = FAST if plain[3] == FAST or not _is_grad_enabled() else _CUT
+                return Message(plain[0], plain[1], args, flags, plain[2])
+            for value in args:
+                if type(value) is _Tensor and value.requires_grad:
+                    graph.append(value)
             return Message(plain[0], plain[1], args, FAST, plain[2])
     return encode((args, kwargs), graph, place)
 
@@ -204,7 +212,10 @@ def encode_value(
     if type(value) in _LOOKED_AT and place is None and _Tensor not in class_reducers:
         plain = encode_plain((value,))
         if plain is not None:
-            if graph is not None and type(value) is _Tensor and value.requires_grad:
+            if graph is None:
+                flags = FAST if plain[3] == FAST or not _is_grad_enabled() else _CUT
+                return Message(plain[0], plain[1], value, flags, plain[2])
+            if type(value) is _Tensor and value.requires_grad:
                 graph.append(value)
             return Message(plain[0], plain[1], value, FAST, plain[2])
     return encode(value, graph, place)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 
 from farprop.errors import ProtocolError
-from farprop.wire.message import ALL_FLAGS, BUFFER, HEADER, MAX_SECONDS, NOTICE, REQUEST, Message, check_header
+from farprop.wire.message import ALL_FLAGS, BUFFER, CANCEL, HEADER, MAX_SECONDS, REQUEST, Message, check_header
 
 _SMALL = 64 * 1024
 _HEADER_SIZE = HEADER.size
@@ -62,7 +62,7 @@ class FrameReader:
                 not (buffers or returned or flags & ~ALL_FLAGS)
                 and count == _HEADER_SIZE + name_length + length
                 and count <= self._max_bytes
-                and REQUEST <= kind <= NOTICE
+                and REQUEST <= kind <= CANCEL
                 and 0.0 <= seconds <= MAX_SECONDS
             ):
                 at = _HEADER_SIZE + name_length

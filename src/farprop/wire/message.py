@@ -2,8 +2,8 @@
 
 A message is a header of fixed size, then a body, then the buffers that travel inline. The body holds, in this order:
 the function's name, the numbers of the returned shared-memory segments, the table of buffers, the heads that the flags
-announce (``REFS``, ``REMOTE``, ``CONTEXT``, ``TRACED``, ``RETURNS``, in this order), and the payload, which a codec
-wrote.
+announce (``REFS``, ``REMOTE``, ``CONTEXT``, ``TRACED``, ``RETURNS`` or ``MODES``, in this order), and the payload,
+which a codec wrote.
 
 Rules that hold here:
 
@@ -34,6 +34,7 @@ class Kind(enum.IntEnum):
     ANSWER = 2  # its value
     FAILURE = 3  # its exception
     NOTICE = 4  # not a call: returned segments; with FORGET, segments to unmap; with a payload, last words
+    CANCEL = 5  # the caller does not want the answer to this call any more
 
 
 class Flag(enum.IntFlag):
@@ -41,15 +42,19 @@ class Flag(enum.IntFlag):
     SYSTEM = 1
     TRACED = 2  # in a request: a ``TraceHead`` follows; in an answer: the record of a profile
     FORGET = 4  # in a notice: the numbers are segments that the sender dropped
+    CUT = 4  # in others: a tensor was computed from what requires grad, and there is no autograd context
     FAST = 8  # fast_codec wrote the payload
     REFS = 16  # the message carries remote references
     REMOTE = 32  # a request of remote(): keep the value, under this reference
     CONTEXT = 64  # the message belongs to a distributed autograd context
-    RETURNS = 128  # in an answer: references that the callee borrowed, and has dropped
+    # In an answer: references that the callee borrowed, and has dropped. In a request, as MODES: a ``ModesHead``.
+    RETURNS = 128
 
 
-REQUEST, ANSWER, FAILURE, NOTICE = (int(kind) for kind in Kind)
+REQUEST, ANSWER, FAILURE, NOTICE, CANCEL = (int(kind) for kind in Kind)
 SYSTEM, TRACED, FORGET, FAST, REFS, REMOTE, CONTEXT, RETURNS = (int(flag) for flag in Flag)
+CUT = int(Flag.CUT)
+MODES = RETURNS
 ALL_FLAGS = sum(Flag)
 HEADS = REFS | REMOTE | CONTEXT | TRACED | RETURNS
 
@@ -66,15 +71,28 @@ class Method(enum.Enum):
     SURVEY = b"\x13"  # which sends are reachable from these
     PASS_FAILED = b"\x14"  # to the origin: its pass failed
     ABORT = b"\x15"  # from the origin: undo the pass
+    REACH = b"\x17"  # what each of these sends reaches, and whether an input of the pass is there
+    PREPARE = b"\x18"  # what a worker has to do in a pass that computes the gradients of some inputs
     CONTEXT_EXISTS = b"\x16"  # to the creator of a context: does it still exist
+    STREAM_OPEN = b"\x19"  # call a generator function, whose items follow
+    STREAM_PULL = b"\x1a"  # the next items
+    STREAM_CLOSE = b"\x1b"  # no more of them
+    PARCEL = b"\x04"  # a parcel follows in chunks; the answer says who did not get it
+    PARCEL_CHUNK = b"\x05"  # one of them
+    PARCEL_SHARE = b"\x06"  # a whole parcel, in memory that several workers of the host have
+    PARCEL_DROP = b"\x07"  # from its caller: a parcel will not come, and calls that wait for it are given up
     RECORD = b"\x1e"  # note what this worker does, for a profile
     INSPECT = b"\x1f"  # what does this worker do
 
 
 # kind, flags, buffers, name length, returned segments, call id, seconds (0: no deadline), heads and payload
 HEADER = struct.Struct("<BBHHHQdQ")
-# length, segment (0: the bytes follow inline)
+# length, segment (0: the bytes follow inline; or a number with one of the flags below)
 BUFFER = struct.Struct("<QQ")
+SHARED = 1 << 62  # several workers have this segment: who writes to it changes only what it sees itself
+_IN_PARCEL = 1 << 63
+PARCEL_NUMBERS = 1 << 30
+PARCEL_ALIGNMENT = 64
 MAX_BUFFERS = MAX_RETURNED = 0xFFFF
 MAX_TIMEOUT = 10 * 366 * 86400.0
 MAX_SECONDS = 2 * MAX_TIMEOUT  # a deadline also has the seconds since the host was started
@@ -125,17 +143,37 @@ class ReceivedRefs(NamedTuple):
     """Of a request: the references that are borrowed until it is answered."""
 
 
+class ParcelPart(NamedTuple):
+    """A buffer of a request whose bytes come with a parcel of the same caller."""
+
+    number: int
+    offset: int
+    nbytes: int
+
+    @property
+    def row(self) -> tuple[int, int]:
+        """Its row in the table of buffers."""
+        return self.nbytes, _IN_PARCEL | self.number << 32 | self.offset // PARCEL_ALIGNMENT
+
+    @classmethod
+    def of(cls, segment: int, length: int) -> ParcelPart | None:
+        """Read a row; None if it is that of a segment."""
+        if not segment & _IN_PARCEL:
+            return None
+        return cls(segment >> 32 & PARCEL_NUMBERS - 1, (segment & 0xFFFFFFFF) * PARCEL_ALIGNMENT, length)
+
+
 class Message:
     """One message, sent or received.
 
     To send one, a codec makes it with a payload, the runtime fills in the other fields, and ``pack`` writes it. A
     ``FrameReader`` makes one from received bytes.
 
-    ``buffers`` holds memory; as read from the stream, it holds pairs of a segment's number and a length. ``keep`` keeps
-    the buffers' memory alive until they are sent. ``seconds`` is the time that a request may take or, if both ends
-    have the same monotonic clock, its deadline; None if it has none. ``out_of_band`` are the objects that the codec
-    found and that travel as ``refs``. The receiver's runtime resolves ``refs`` and ``creation`` into ``received_refs``.
-    ``returned`` are the borrowed references that an answer gives back.
+    ``buffers`` holds memory; as read from the stream, it holds pairs of a segment's number and a length. Those of a
+    request may be ``ParcelPart``. ``keep`` keeps the buffers' memory alive until they are sent. ``seconds`` is the time
+    that a request may take or, if both ends have the same monotonic clock, its deadline; None if it has none.
+    ``out_of_band`` are the objects that the codec found and that travel as ``refs``. The receiver's runtime resolves
+    ``refs`` and ``creation`` into ``received_refs``. ``returned`` are borrowed references that an answer gives back.
     """
 
     __slots__ = (
@@ -148,6 +186,7 @@ class Message:
         "function_name",
         "keep",
         "kind",
+        "modes",
         "name",
         "out_of_band",
         "payload",
@@ -163,6 +202,8 @@ class Message:
 
     function_name: bytes
     """What inspection shows for a function that travels without a name. Not set for others, and never sent."""
+    modes: bytes | memoryview
+    """A request's packed ``ModesHead``. Set only with the flag ``MODES``."""
     arrived: float
     """When a request was read. Set only while somebody listens to events."""
 
@@ -253,7 +294,9 @@ class Message:
                 parts.append(struct.pack(f"<{len(ended)}Q", *ended))
         if self.flags & TRACED:
             parts += (_COUNT.pack(len(self.trace)), self.trace)
-        if self.flags & RETURNS:
+        if self.flags & MODES and self.kind == REQUEST:
+            parts += (_COUNT.pack(len(self.modes)), self.modes)
+        elif self.flags & RETURNS:
             parts.append(_COUNT.pack(len(self.returned)))
             parts += [_RETURNED.pack(*fork, orphans) for fork, orphans in self.returned]
         return b"".join(parts)
@@ -296,7 +339,12 @@ class Message:
                 at += _COUNT.size
                 self.trace = data[at : at + length]
                 at += length
-            if flags & RETURNS:
+            if flags & MODES and self.kind == REQUEST:
+                (length,) = _COUNT.unpack_from(data, at)
+                at += _COUNT.size
+                self.modes = data[at : at + length]
+                at += length
+            elif flags & RETURNS:
                 at = self._parse_returned(data, at)
         except struct.error as error:
             raise ProtocolError(f"the heads of a message are too short: {error}") from error
@@ -319,7 +367,7 @@ class Message:
 
 def check_header(kind: int, flags: int, seconds: float) -> None:
     """Raises ``ProtocolError`` for a header that no worker writes."""
-    if not REQUEST <= kind <= NOTICE or flags & ~ALL_FLAGS:
+    if not REQUEST <= kind <= CANCEL or flags & ~ALL_FLAGS:
         raise ProtocolError(f"unknown message kind {kind} or flags {flags:#x}")
     if not 0.0 <= seconds <= MAX_SECONDS:
         raise ProtocolError(f"a deadline of {seconds} seconds makes no sense")
@@ -333,6 +381,11 @@ def notice(returned: Sequence[int] = (), flags: int = 0) -> bytes:
 def last_words(text: str) -> Message:
     """A notice of a process that fails: who failed first, and with what."""
     return Message(text.encode(errors="replace"), [], flags=SYSTEM, kind=NOTICE)
+
+
+def cancel(call_id: int) -> Message:
+    """The caller of a call has cancelled it."""
+    return Message(b"", [], kind=CANCEL, call_id=call_id)
 
 
 # References
@@ -376,7 +429,7 @@ _PART = struct.Struct("<QIH")
 _DEEPEST = 1 << 18  # the highest accepted level of a credit: half of the format's limit, so that it can be split
 # how many messages follow, whether this one was announced
 _SERIES = struct.Struct("<HB")
-_FAST_MODE, _KEEP_GRAPH, _ANOMALY, _BUNDLED = 1, 2, 4, 8
+_FAST_MODE, _KEEP_GRAPH, _ANOMALY, _BUNDLED, _CREATE_GRAPH = 1, 2, 4, 8, 16
 # In bytes. A smaller one is made contiguous and gets its own memory, because the fast codec takes no others.
 _SMALL_GRADIENT = 16 * 1024
 
@@ -414,10 +467,12 @@ class PassHead(NamedTuple):
     share: CreditShare
     bundle: Bundle | None = None
     """If there is one, it has the messages' ids and the credit."""
+    create_graph: bool = False
+    """Whether the pass is recorded, so that its gradients can be differentiated."""
 
     def pack(self) -> bytes:
-        context_id, message_id, (origin, number), oldest, fast, keep_graph, anomaly, share, bundle = self
-        flags = _FAST_MODE * fast | _KEEP_GRAPH * keep_graph | _ANOMALY * anomaly
+        context_id, message_id, (origin, number), oldest, fast, keep_graph, anomaly, share, bundle, create_graph = self
+        flags = _FAST_MODE * fast | _KEEP_GRAPH * keep_graph | _ANOMALY * anomaly | _CREATE_GRAPH * create_graph
         if bundle is not None:
             head = _PASS.pack(context_id, 0, origin, number, oldest, flags | _BUNDLED)
             return b"".join((head, _SERIES.pack(*bundle.series), *_pack_parts(bundle.parts)))
@@ -436,7 +491,8 @@ class PassHead(NamedTuple):
         else:
             share = ALL if len(data) == _PASS.size else unpack_share(data[_PASS.size :])
         fast, keep_graph, anomaly = bool(flags & _FAST_MODE), bool(flags & _KEEP_GRAPH), bool(flags & _ANOMALY)
-        return cls(context_id, message_id, PassId(origin, number), oldest, fast, keep_graph, anomaly, share, bundle)
+        pass_id, create_graph = PassId(origin, number), bool(flags & _CREATE_GRAPH)
+        return cls(context_id, message_id, pass_id, oldest, fast, keep_graph, anomaly, share, bundle, create_graph)
 
 
 class GradientAnswer(NamedTuple):

@@ -183,6 +183,13 @@ def reduce_tensor(tensor: torch.Tensor, sent: dict[int, Sent], whole: frozenset[
     return _strided, (data, code, size, stride, offset, tensor.requires_grad)
 
 
+def is_cut(tensor: torch.Tensor) -> bool:
+    """Whether the graph of a tensor that requires grad stays behind, unlike what a program means to send. Parameters
+    and other leaves have none, and with grad off tensors are sent as values.
+    """
+    return not tensor.is_leaf and torch.is_grad_enabled()
+
+
 class _Collecting(threading.local):
     """Collects the tensors that require grad in the message that this thread decodes, if ``tensors`` is a list."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from farprop.errors import ProtocolError
+from farprop.protocol.json_decoding import decode
 
 
 class TraceHead(msgspec.Struct, omit_defaults=True):
@@ -23,10 +24,6 @@ class TraceHead(msgspec.Struct, omit_defaults=True):
     def parse(cls, data: bytes | memoryview) -> TraceHead:
         """Read the head; raises ``ProtocolError`` if it is malformed."""
         try:
-            return _decoder.decode(data)
+            return decode(data, cls)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ProtocolError(f"the trace head of a call is malformed: {error}") from error
-
-
-# Made once: msgspec must not learn a class on two threads at the same moment (``protocol/json_decoding.py``).
-_decoder = msgspec.json.Decoder(TraceHead)

@@ -66,7 +66,7 @@ class BlockMaker:
     def tensors(self) -> dict[int, Tensor]:
         return {r: v for r, v in self.registers.items() if isinstance(v, Tensor)}
 
-    def _differentiable(self) -> list[int]:
+    def differentiable(self) -> list[int]:
         return [r for r, v in self.tensors().items() if v.requires_grad]
 
     def _references(self) -> list[int]:
@@ -177,7 +177,7 @@ class BlockMaker:
     # Hooks
 
     def _hook(self) -> None:
-        candidates = [r for r in self._differentiable() if self.registers[r].grad_fn is not None]
+        candidates = [r for r in self.differentiable() if self.registers[r].grad_fn is not None]
         if not candidates:
             return
         register = self.plan.rng.choice(candidates)
@@ -300,7 +300,7 @@ class BlockMaker:
     def _scalars(self, count: int) -> list[int]:
         found: list[int] = []
         for _ in range(count):
-            usable = [r for r in self._differentiable() if not self.registers[r].is_complex()]
+            usable = [r for r in self.differentiable() if not self.registers[r].is_complex()]
             if not usable:
                 break
             register = max(self.plan.rng.choice(usable), self.plan.rng.choice(usable))
@@ -314,7 +314,7 @@ class BlockMaker:
     def _tied(self) -> int | None:
         """A scalar that depends on all values with a graph."""
         total: int | None = None
-        for register in self._differentiable():
+        for register in self.differentiable():
             if register in self._used or (not self.plan.is_tidy and self.plan.rng.random() < 0.3):
                 continue
             if self.registers[register].is_complex():

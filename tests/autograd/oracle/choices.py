@@ -141,6 +141,7 @@ EXACT: dict[str, Chooser] = {
     "sub": _two(_broadcast),
     "mul": _two(_broadcast),
     "matmul": _two(_multiplies),
+    "mixed": _two(_multiplies),
     "addmm": _addmm,
     "neg": _one(),
     "relu": _one(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ import torch
 import farprop.autograd as dist_autograd
 import farprop.rpc as rpc
 from farprop.errors import UsageError
-from tests.autograd.oracle.interpreter import Interpreter, as_list, as_result
+from farprop.optim import clip_grad_norm_
+from tests.autograd.oracle import wrappers
+from tests.autograd.oracle.interpreter import Interpreter, as_list, as_result, retained_of, scalar_of
 from tests.autograd.oracle.outcome import Outcome
 from tests.autograd.oracle.program import Program
 
@@ -30,8 +33,14 @@ class WorkerInterpreter(Interpreter):
         self._created: list[Any] = []
         self.keeps_nodes = any(step[0] in ("start", "remote") for block in program.blocks for step in block.steps)
         self._old: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what .grad was, and a copy
+        self._is_checkpointed = wrappers.is_checkpointed(program)
 
     def call(self, worker: int, block: int, packing: str, values: list[Any]) -> list[Any]:
+        if self._is_checkpointed:
+            return wrappers.checkpointed(partial(self._call_now, worker, block, packing), block, values)
+        return self._call_now(worker, block, packing, values)
+
+    def _call_now(self, worker: int, block: int, packing: str, values: list[Any]) -> list[Any]:
         return as_list(self._call(rpc.rpc_sync, worker, block, packing, values))
 
     def start(self, worker: int, block: int, packing: str, values: list[Any]) -> Any:
@@ -84,7 +93,7 @@ class WorkerInterpreter(Interpreter):
 
     def outcome(self, context_id: int) -> Outcome:
         """This worker's part of the outcome, after the passes."""
-        found = Outcome(log=self.log, retained={number: tensor.grad for number, tensor in self.kept if number >= 0})
+        found = Outcome(log=self.log, retained=retained_of(self))
         try:
             gradients = dist_autograd.get_gradients(context_id)
         except UsageError:
@@ -95,8 +104,8 @@ class WorkerInterpreter(Interpreter):
             if leaf not in numbers:
                 found.problems.append(f"a gradient of shape {tuple(gradient.shape)} for a leaf of nobody's")
                 continue
-            found.gradients[numbers[leaf]] = gradient
-            if gradient.requires_grad:
+            found.gradients[numbers[leaf]] = gradient.detach()
+            if gradient.requires_grad and self.program.higher is None:
                 found.problems.append(f"the gradient of leaf {numbers[leaf]} requires grad")
             if gradient.layout is torch.strided and gradient.numel() > 1:  # torch, too, shares single elements
                 if gradient.untyped_storage().data_ptr() in storages:
@@ -122,6 +131,24 @@ def _begin(key: str, data: bytes, rank: int, names: tuple[str, ...]) -> None:
     _interpreters[key] = WorkerInterpreter(pickle.loads(data), rank, key, names)
 
 
+def _scalar_in_context(key: str, context_id: int) -> torch.Tensor | None:
+    found = dist_autograd.get_gradients(context_id)
+    return scalar_of([found.get(leaf) for leaf in _interpreters[key].leaves.values()])
+
+
+def _scalar_of_references(references: list[Any]) -> torch.Tensor | None:
+    return scalar_of([reference.local_value() for reference in references])
+
+
+def _reference(key: str, number: int) -> Any:
+    leaf = _interpreters[key].leaves.get(number)
+    return None if leaf is None else rpc.RRef(leaf)
+
+
+def _leaf_references(key: str) -> list[rpc.RRef[torch.Tensor]]:
+    return [rpc.RRef(leaf) for leaf in _interpreters[key].leaves.values() if leaf.numel()]
+
+
 def _settle(key: str) -> int:
     return _interpreters[key].settle()
 
@@ -141,11 +168,17 @@ def run_distributed(program: Program, world: int) -> Outcome:
     total = Outcome()
     with dist_autograd.context() as context_id:
         try:
-            roots = _interpreters[key].run(0, [])
+            with wrappers.autocast_of(program):
+                roots = _interpreters[key].run(0, [])
             # Without hooks, calls that nobody waits for may run at the same time as the passes.
-            if program.seed % 2 or any(step[0] == "hook" for block in program.blocks for step in block.steps):
+            has_hooks = any(step[0] == "hook" for block in program.blocks for step in block.steps)
+            if program.seed % 2 or has_hooks or program.higher is not None:
                 _settle_all(key, names)
-            _run_passes(program, context_id, roots)
+            _run_passes(program, context_id, roots, key, names, total)
+            if wrappers.is_clipped(program):
+                leaves = [leaf for name in names for leaf in rpc.rpc_sync(name, _leaf_references, args=(key,))]
+                clip_grad_norm_(context_id, leaves, wrappers.MAX_NORM, float("inf"))
+                del leaves
         finally:
             _settle_all(key, names)
             for end in [rpc.rpc_async(name, _end, args=(key, context_id)) for name in names]:
@@ -158,10 +191,77 @@ def _settle_all(key: str, names: tuple[str, ...]) -> None:
         pass
 
 
-def _run_passes(program: Program, context_id: int, roots: list[Any]) -> None:
-    for one in program.passes:
+def _run_passes(
+    program: Program, context_id: int, roots: list[Any], key: str, names: tuple[str, ...], total: Outcome
+) -> None:
+    higher = program.higher
+    for one in program.passes if higher is None else program.passes[:-1]:
         chosen = [roots[r] for r in one.roots]
         if isinstance(chosen[0], rpc.RRef):
             chosen[0].backward(context_id, one.keep)
         else:
             dist_autograd.backward(context_id, chosen, one.keep, mode=program.mode)
+    if higher is not None:
+        chosen = [roots[r] for r in program.passes[-1].roots]
+        if higher.inputs:
+            _grads(program, context_id, chosen, roots, key, names, total)
+        else:
+            _recorded_passes(program, context_id, chosen, key, names)
+
+
+def _recorded_passes(program: Program, context_id: int, roots: list[Any], key: str, names: tuple[str, ...]) -> None:
+    assert program.higher is not None
+    for order in range(program.higher.order):
+        # Gradients of a linear function need no gradients: FAST would wait for them.
+        mode = program.mode if order == 0 else "smart"
+        dist_autograd.backward(context_id, roots, create_graph=order < program.higher.order - 1, mode=mode)
+        calls = [rpc.rpc_async(name, _scalar_in_context, args=(key, context_id)) for name in names]
+        roots = [root for call in calls if (root := call.wait()) is not None]
+        if not roots:
+            return
+
+
+def _grads(
+    program: Program,
+    context_id: int,
+    roots: list[Any],
+    outputs: list[Any],
+    key: str,
+    names: tuple[str, ...],
+    total: Outcome,
+) -> None:
+    assert program.higher is not None
+    order, numbers, between = program.higher
+    inputs: list[Any] = []
+    owners: list[int] = []
+    for number in numbers:
+        worker = program.leaves[number].worker
+        if worker == 0:
+            item = _interpreters[key].leaves.get(number)
+        else:
+            item = rpc.rpc_sync(names[worker], _reference, args=(key, number))
+        if item is not None:
+            inputs.append(item)
+            owners.append(worker)
+    inputs += [outputs[index] for index in between]
+    owners += [0] * len(between)
+    if not inputs:
+        return
+    for derivative in range(1, order + 1):
+        more = derivative < order
+        gradients = dist_autograd.grad(
+            context_id, roots, inputs, create_graph=more, retain_graph=True, allow_unused=True
+        )
+        here = [gradient.to_here() if isinstance(gradient, rpc.RRef) else gradient for gradient in gradients]
+        total.derivatives.append([None if gradient is None else gradient.detach() for gradient in here])
+        roots = []
+        for worker, name in enumerate(names):
+            mine = [g for g, owner in zip(gradients, owners, strict=True) if owner == worker and g is not None]
+            if mine and (worker == 0 or derivative % 2):
+                mine = [g if isinstance(g, torch.Tensor) else g.to_here() for g in mine]
+                root = scalar_of(mine)
+            else:
+                root = rpc.rpc_sync(name, _scalar_of_references, args=(mine,)) if mine else None
+            roots += [] if root is None else [root]
+        if not roots:
+            return

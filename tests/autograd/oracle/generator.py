@@ -9,7 +9,7 @@ import torch
 from tests.autograd.oracle.blocks import BlockMaker, Plan
 from tests.autograd.oracle.local import LocalReference, make_interpreters, run_locally
 from tests.autograd.oracle.outcome import Outcome
-from tests.autograd.oracle.program import Block, Pass, Program
+from tests.autograd.oracle.program import Block, Higher, Pass, Program, leaf_used
 
 
 class _Unfit(Exception):
@@ -50,11 +50,24 @@ def _try(seed: int, rng: random.Random) -> Program:
     outputs = main.roots()
     if not outputs:
         raise _Unfit
-    plan.blocks[0] = main.block(outputs)
+    between = [r for r in main.differentiable() if r not in outputs]
+    between = rng.sample(between, min(len(between), 2)) if rng.random() < 0.5 else []
+    plan.blocks[0] = main.block(outputs + between)
     roots = [main.registers[r] for r in outputs]
     mode = "fast" if plan.is_tidy and rng.random() < 0.5 else "smart"
     passes = _passes(rng, roots, plan.is_tidy)
-    return Program(seed, plan.workers, is_exact, mode, tuple(plan.leaves), tuple(plan.blocks), passes)
+    program = Program(seed, plan.workers, is_exact, mode, tuple(plan.leaves), tuple(plan.blocks), passes)
+    if passes[-1].where == "here" and rng.random() < 0.7:
+        program = program._replace(higher=_higher(rng, program, range(len(outputs), len(outputs) + len(between))))
+    return program
+
+
+def _higher(rng: random.Random, program: Program, between: range) -> Higher:
+    order = rng.choice((2, 2, 3))
+    if rng.random() < 0.4:
+        return Higher(order, (), ())
+    leaves = [number for number in range(len(program.leaves)) if leaf_used(program, number)]
+    return Higher(order, tuple(rng.sample(leaves, rng.randint(1, len(leaves)))), tuple(between))
 
 
 def _passes(rng: random.Random, roots: list[torch.Tensor | LocalReference], is_tidy: bool) -> tuple[Pass, ...]:

@@ -130,6 +130,27 @@ def as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
+def retained_of(interpreter: Interpreter) -> dict[int, Tensor | None]:
+    """The gradients that tensors retain, by hook."""
+    retained = {number: tensor.grad for number, tensor in interpreter.kept if number >= 0}
+    return {number: None if gradient is None else gradient.detach() for number, gradient in retained.items()}
+
+
+def scalar_of(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """A scalar to differentiate again, of the gradients that have a graph. Scaled, so that numbers stay small."""
+    total: Tensor | None = None
+    for gradient in gradients:
+        if gradient is None or not gradient.requires_grad or not gradient.numel():
+            continue
+        dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
+        if dense.is_complex():
+            dense = torch.view_as_real(dense.resolve_conj())
+        scaled = dense.double() / (1 + dense.detach().abs().max().double())
+        term = (scaled * scaled + scaled).sum()
+        total = term if total is None else total + term
+    return total
+
+
 # A factor of 0 means that the hook leaves the gradient as it is.
 ON_LEAVES = ("tensor", "before", "after", "accumulated")
 ON_RESULTS = ("tensor", "before", "after", "retain")

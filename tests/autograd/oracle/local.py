@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 
-from tests.autograd.oracle.interpreter import Interpreter
+from tests.autograd.oracle import wrappers
+from tests.autograd.oracle.interpreter import Interpreter, retained_of, scalar_of
 from tests.autograd.oracle.outcome import Outcome
 from tests.autograd.oracle.program import Program
 
@@ -73,22 +75,71 @@ def make_interpreters(
     return interpreters
 
 
+def _backward(interpreters: list[LocalInterpreter], roots: list[Tensor], keep_graph: bool, create_graph: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using backward")  # of cycles, which end with the run
+        torch.autograd.backward(roots, retain_graph=keep_graph, create_graph=create_graph)
+    # Torch may let .grad of two leaves share memory; the next pass would then add to both twice.
+    for leaf in (leaf for interpreter in interpreters for leaf in interpreter.leaves.values()):
+        leaf.grad = None if leaf.grad is None else leaf.grad.clone()
+
+
+def _grads(
+    program: Program, interpreters: list[LocalInterpreter], roots: list[Tensor], outputs: list[Any], outcome: Outcome
+) -> None:
+    assert program.higher is not None
+    order, numbers, between = program.higher
+    places = {number: program.leaves[number].worker for number in numbers}
+    leaves = {n: interpreters[worker].leaves[n] for n, worker in places.items() if n in interpreters[worker].leaves}
+    inputs = [*leaves.values(), *[outputs[index] for index in between]]
+    if not inputs:
+        return
+    for derivative in range(1, order + 1):
+        more = derivative < order
+        gradients = torch.autograd.grad(roots, inputs, create_graph=more, retain_graph=True, allow_unused=True)
+        outcome.derivatives.append(list(gradients))
+        by_worker = [
+            [g for n, g in zip(leaves, gradients, strict=False) if places[n] == w] for w in range(len(interpreters))
+        ]
+        by_worker[0] += gradients[len(leaves) :]
+        roots = [scalar.clone() for scalar in map(scalar_of, by_worker) if scalar is not None]
+        if not roots:
+            return
+
+
 def run_locally(program: Program) -> Outcome:
     interpreters = make_interpreters(program)
-    results = interpreters[0].run(0, [])
+    with wrappers.autocast_of(program):
+        results = interpreters[0].run(0, [])
     roots = [result.values[0] if isinstance(result, LocalReference) else result for result in results]
-    for one in program.passes:
-        torch.autograd.backward([roots[r] for r in one.roots], retain_graph=one.keep)
-        # Torch may let .grad of two leaves share memory; the next pass would then add to both twice.
-        for leaf in (leaf for interpreter in interpreters for leaf in interpreter.leaves.values()):
-            leaf.grad = None if leaf.grad is None else leaf.grad.clone()
     outcome = Outcome()
+    higher = program.higher
+    *earlier, last = program.passes
+    for one in earlier:
+        _backward(interpreters, [roots[r] for r in one.roots], one.keep, create_graph=False)
+    chosen = [roots[r] for r in last.roots]
+    if higher is None:
+        _backward(interpreters, chosen, last.keep, create_graph=False)
+    elif higher.inputs:
+        _grads(program, interpreters, chosen, roots, outcome)
+    else:
+        for order in range(higher.order):
+            is_last = order == higher.order - 1
+            _backward(interpreters, chosen, not is_last, not is_last)
+            scalars = [scalar_of([leaf.grad for leaf in i.leaves.values()]) for i in interpreters]
+            chosen = [scalar.clone() for scalar in scalars if scalar is not None]
+            if not chosen:
+                break
+    if wrappers.is_clipped(program):
+        wrappers.clip(leaf for interpreter in interpreters for leaf in interpreter.leaves.values())
     for interpreter in interpreters:
         outcome.add(
             Outcome(
-                {number: leaf.grad for number, leaf in interpreter.leaves.items() if leaf.grad is not None},
-                {number: tensor.grad for number, tensor in interpreter.kept if number >= 0},
+                {n: leaf.grad.detach() for n, leaf in interpreter.leaves.items() if leaf.grad is not None},
+                retained_of(interpreter),
                 interpreter.log,
             )
         )
+        for leaf in interpreter.leaves.values():
+            leaf.grad = None
     return outcome

@@ -149,6 +149,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "sub": lambda x, y: x - y,
     "mul": lambda x, y: x * y,
     "matmul": lambda x, y: x @ y,
+    "mixed": lambda x, y: torch.mm(x.float(), y.float()).double(),  # autocast changes it
     "addmm": lambda x, y, z: torch.addmm(x, y, z),
     "neg": lambda x: -x,
     "relu": torch.relu,

@@ -18,12 +18,14 @@ class Outcome:
     retained: dict[int, torch.Tensor | None] = field(default_factory=dict)  # by hook
     log: list[Call] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    derivatives: list[list[torch.Tensor | None]] = field(default_factory=list)  # of grad, by order
 
     def add(self, other: Outcome) -> None:
         self.gradients.update(other.gradients)
         self.retained.update(other.retained)
         self.log += other.log
         self.problems += other.problems
+        self.derivatives += other.derivatives
 
 
 _TOLERANCE = 1e-9
@@ -32,11 +34,14 @@ _EXACT_UP_TO = 2.0**40
 
 
 def differences(program: Program, expected: Outcome, found: Outcome) -> list[str]:
-    is_exact = program.exact and _largest(expected) < _EXACT_UP_TO
+    is_exact = program.exact and program.higher is None and _largest(expected) < _EXACT_UP_TO
     lines = list(found.problems)
+    lines += _derivatives(expected.derivatives, found.derivatives, has_none(program))
     if has_none(program):
         # For an undefined gradient, torch runs nodes and hooks with None or zeros; farprop runs nothing.
         expected, found = _without_none(expected), _without_none(found)
+    if program.higher is not None and program.higher.inputs:
+        found = _without_unneeded(expected, found)
     for number in sorted(expected.gradients.keys() | found.gradients.keys()):
         theirs, ours = expected.gradients.get(number), found.gradients.get(number)
         if problem := _tensors(theirs, ours, is_exact):
@@ -46,6 +51,21 @@ def differences(program: Program, expected: Outcome, found: Outcome) -> list[str
         if problem := _tensors(theirs, ours, is_exact):
             lines.append(f"gradient retained by {number}: {problem}")
     return lines + _hooks(program, expected.log, found.log, is_exact)
+
+
+def _derivatives(
+    expected: list[list[torch.Tensor | None]], found: list[list[torch.Tensor | None]], zero_is_none: bool
+) -> list[str]:
+    lines = []
+    if len(expected) != len(found):
+        return [f"expected derivatives up to order {len(expected)}, found up to {len(found)}"]
+    for order, (theirs, ours) in enumerate(zip(expected, found, strict=True), 1):
+        for number, (a, b) in enumerate(zip(theirs, ours, strict=True)):
+            if zero_is_none and not any(x is not None and bool(_dense(x).any()) for x in (a, b)):
+                continue
+            if problem := _tensors(a, b, is_exact=False):
+                lines.append(f"derivative {order} of input {number}: {problem}")
+    return lines
 
 
 def has_none(program: Program) -> bool:
@@ -59,6 +79,22 @@ def _without_none(outcome: Outcome) -> Outcome:
         {number: g for number, g in outcome.retained.items() if g is not None and bool(_dense(g).any())},
         [call for call in outcome.log if any(call.seen)],
     )
+
+
+def _without_unneeded(expected: Outcome, found: Outcome) -> Outcome:
+    """Drop what torch does not compute. ``grad`` prunes the graph by messages, and torch by tensors: hooks of tensors
+    that were sent together with needed ones run in addition.
+    """
+    due = _by_hook(expected.log)
+    log: list[Call] = []
+    for call in found.log:
+        left = due[call.hook]
+        if left and _same_call(left[0], call, is_exact=False):
+            log.append(left.pop(0))
+    if any(due.values()):
+        log = found.log
+    retained = {n: g if expected.retained.get(n) is not None else None for n, g in found.retained.items()}
+    return Outcome(found.gradients, retained, log)
 
 
 def _largest(outcome: Outcome) -> float:

@@ -42,6 +42,19 @@ class Pass(NamedTuple):
     where: str  # "here", or "owner": RRef.backward of the one root
 
 
+class Higher(NamedTuple):
+    """Derivatives of higher order. The last pass is recorded; from its gradients, scalars are computed where the
+    gradients are, and differentiated in turn.
+
+    With ``inputs``, nothing is accumulated: ``grad`` computes the gradients of these leaves, and of the outputs of the
+    main block at ``between``.
+    """
+
+    order: int  # 2 or 3
+    inputs: tuple[int, ...]
+    between: tuple[int, ...]
+
+
 class Program(NamedTuple):
     seed: int
     workers: int
@@ -50,6 +63,7 @@ class Program(NamedTuple):
     leaves: tuple[Leaf, ...]
     blocks: tuple[Block, ...]  # the first is the main one
     passes: tuple[Pass, ...]
+    higher: Higher | None = None
 
 
 def size(program: Program) -> int:
@@ -67,7 +81,7 @@ def text(program: Program) -> str:
             left = ", ".join(f"r{r}" for r in sets)
             lines.append(f"    {left or '-'} = {kind} ({', '.join(f'r{r}' for r in reads)}) {more}")
         lines.append(f"    return {', '.join(f'r{r}' for r in block.outputs)}")
-    lines += [f"  {one}" for one in program.passes]
+    lines += [f"  {one}" for one in (*program.passes, *([program.higher] if program.higher else []))]
     return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farprop.errors import FarpropError, RpcTimeoutError, UsageError
+from farprop.errors import CallCancelledError, FarpropError, RpcTimeoutError, UsageError
 from tests.simulation.job.scheduler import Violation, scheduler
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ class CallHistory:
         self.did_not_run = False  # so the caller was told
         self.may_time_out = False  # because of the references in it
         self.gave_up_at: float | None = None  # the caller
+        self.is_cancelled = False  # by the caller
+        self.cancel_was_read = False  # by the callee
         self.is_open: Process | None = None  # an asynchronous call of this process, without an outcome yet
 
 
@@ -66,6 +68,8 @@ def runs(process: Process, history: CallHistory) -> None:
         raise Violation(f"call {history.token} runs again, on {process}")
     if history.did_not_run:
         raise Violation(f"call {history.token} runs, but its caller was told that it does not")
+    if history.cancel_was_read:
+        raise Violation(f"call {history.token} begins on {process}, which has read that it is cancelled")
     if process.has_left:
         raise Violation(f"call {history.token} runs on {process}, which has left")
     if history.gave_up_at is not None and world.shares_clock and scheduler.now > history.gave_up_at:
@@ -87,6 +91,10 @@ def failed(world: World, history: CallHistory, error: BaseException, timeout: fl
         raise Violation(f"call {history.token} ends twice")
     if not isinstance(error, FarpropError):
         raise Violation(f"call {history.token} fails with {error!r}, which is no error of farprop's") from error
+    if isinstance(error, CallCancelledError):
+        if not history.is_cancelled and not history.may_time_out:
+            raise Violation(f"call {history.token} was cancelled, and not by its caller: {error!r}") from error
+        return
     is_timeout = isinstance(error, RpcTimeoutError)
     is_in_time = not is_timeout or not (timeout or history.may_time_out)
     if is_in_time and not world.excused(history.names):
@@ -101,6 +109,13 @@ def failed(world: World, history: CallHistory, error: BaseException, timeout: fl
         history.did_not_run = True
         if history.runs:
             raise Violation(f"call {history.token} ran, but its caller is told that it did not: {error!r}")
+
+
+def cancel_read(process: Process, caller: str, call_id: int) -> None:
+    """A worker has read that a call is cancelled."""
+    history = process.world.cancelled.pop((caller, process.name, call_id), None)
+    if history is not None:
+        history.cancel_was_read = True
 
 
 def completed(world: World, history: CallHistory, future: Any) -> None:
@@ -189,6 +204,9 @@ def left_on(process: Process) -> dict[str, Any]:
     counts["contexts"] = len(agent.gradients.contexts)
     counts["open calls"] = agent.peers.open_calls
     counts["requests"] = agent._server.active
+    for connection in agent._accepted.all():
+        connection.served.validate()
+        counts[f"requests of {connection.peer}"] = len(connection.served.open)
     counts["passes that wait"] = len(agent.gradients._waiters)
     counts["not idle"] = not agent.idle
     return {name: count for name, count in counts.items() if count}

@@ -26,11 +26,12 @@ from farprop.runtime import (
     membership,
     peers,
     room,
+    server,
 )
 from farprop.runtime.autograd import abort, driver
 from farprop.runtime.references import owned_values
 from farprop.transport import connection
-from tests.simulation.job import group, process
+from tests.simulation.job import checks, group, process
 from tests.simulation.job.network import Select
 from tests.simulation.job.scheduler import Signal, Time, Waker, scheduler
 
@@ -53,6 +54,17 @@ def _wait_on_pool(future: Any) -> Any:
         torch.futures.Future.add_done_callback(future, done.on_done)
         done.wait()
     return futures.wait(future)
+
+
+_cancel = server.Server._cancel
+
+
+def _note_and_cancel(self: Any, connection: Any, call_id: int) -> None:
+    assert scheduler.current is not None
+    found = scheduler.current.process
+    assert found is not None
+    _cancel(self, connection, call_id)
+    checks.cancel_read(found, connection.peer, call_id)
 
 
 class Secrets:
@@ -94,6 +106,7 @@ def install() -> None:
         (gather, "threading", events),
         (membership, "threading", events),
         (futures, "wait_on_pool", _wait_on_pool),
+        (server.Server, "_cancel", _note_and_cancel),
         (connection, "tcp_facts", lambda stream: stream.facts()),
         (connection, "seconds_since_data", lambda stream: scheduler.now - stream.arrived_at),
         (ids, "secrets", Secrets),

@@ -11,6 +11,7 @@ from farprop.distributed.native.group_state import CollectiveCall, GroupState
 from farprop.distributed.native.matching import MessageMatcher
 from farprop.errors import ConnectionLostError
 from farprop.protocol.pending_calls import PendingCalls
+from farprop.protocol.served_calls import ServedCalls
 from farprop.runtime import liveness
 from farprop.runtime.autograd.abort import PassAborter
 from farprop.runtime.autograd.context_cleanup import ContextCleanup, EndedContexts
@@ -25,8 +26,9 @@ from farprop.runtime.references.control_sender import ControlSender
 from farprop.runtime.references.owned_values import ValueSlot
 from farprop.runtime.references.rref_context import RRefContext
 from farprop.runtime.rendezvous import Places
-from farprop.runtime.server import Server
+from farprop.runtime.server import PendingReply, Server
 from farprop.runtime.watch import Watch
+from farprop.wire.message import cancel
 from tests.simulation.harness import mutant
 
 SHARED = (
@@ -76,6 +78,25 @@ def lost_calls_made_again(self: Calls, *args: Any) -> Any:
 def late_requests_run(self: Server, connection: Any, message: Any, counted_from: float) -> None:
     """A request runs although its caller has given it up."""
     _accept_request(self, connection, message, counted_from + 1000.0)
+
+
+@job_mutant(PendingReply, "is_cancelled")
+@property
+def cancelled_requests_run(self: PendingReply) -> bool:
+    """A request runs although its caller has cancelled it."""
+    return False
+
+
+@job_mutant(ServedCalls, "answered")
+def cancelled_requests_kept(self: ServedCalls[Any], call_id: int) -> None:
+    """A worker remembers for ever that a call was cancelled."""
+    self.open.pop(call_id, None)
+
+
+@job_mutant(ClientConnection, "_end_cancelled")
+def cancelled_calls_never_end(self: ClientConnection, call: Any, call_id: int, error: Any) -> None:
+    """The callee is told, and the caller is not."""
+    self._connection.send(cancel(call_id))
 
 
 # References

@@ -183,6 +183,9 @@ class Dialer:
     def dial(self, entry: Entry, deadline: float) -> Stream:
         return self._process.world.network.dial(self._process, entry, deadline)
 
+    def is_near(self, _: Entry) -> bool:
+        raise NotImplementedError  # no job calls many workers at once
+
     def prepare(self, _: Any) -> None:
         """There are no certificates."""
 

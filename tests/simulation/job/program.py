@@ -154,6 +154,8 @@ def call_async(process: Process, plan: Plan, waits: bool) -> None:
     history.is_open = process
     if not waits:
         future.add_done_callback(lambda done: checks.completed(world, history, done))
+        if world.has_cancels:
+            cancel(process, plan, future)
         return
     try:
         future.wait()
@@ -162,6 +164,25 @@ def call_async(process: Process, plan: Plan, waits: bool) -> None:
     else:
         checks.returned(history)
     history.is_open = None
+
+
+def cancel(process: Process, plan: Plan, future: Any) -> None:
+    """Cancel a call, after a while."""
+    world = process.world
+    history = world.calls[plan.token]
+    Time.sleep(world.cancels.choice((0.0, 0.0, world.cancels.uniform(0.0, 0.05))))
+    call, history.is_cancelled = future.call, True
+    number = getattr(call, "call_id", 0) or (getattr(call, "sent", None) or (None, 0))[1]
+    key = process.name, plan.name, number
+    world.cancelled[key] = history
+    if future.cancel():
+        world.trace("%s cancels call %d", process, plan.token)
+        world.counts["cancelled calls"] += 1
+        if not future.done() or not future.cancelled():
+            raise Violation(f"call {plan.token} was cancelled, and its future is not done")
+    else:
+        history.is_cancelled = False
+        world.cancelled.pop(key, None)
 
 
 # References
@@ -197,6 +218,9 @@ def remote(process: Process) -> None:
         return
     world.values[token].may_time_out = bool(timeout)
     process.held.append((token, rref))
+    if world.has_cancels and world.cancels.random() < 0.3:
+        world.values[token].may_time_out = True  # to use it raises
+        cancel(process, plan, rref._get_future())
 
 
 def own(process: Process) -> None:

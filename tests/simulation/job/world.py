@@ -54,6 +54,10 @@ class World:
     def __init__(self, seed: int, tracing: bool) -> None:
         self.tracing = tracing
         self.rng = rng = random.Random(seed)
+        self.cancels = random.Random(f"cancels {seed}")
+        self.has_cancels = seed % 4 == 0  # the others stay as they were before there were cancels
+        # The calls that were cancelled, by caller, callee and id: a connection that is made anew counts anew.
+        self.cancelled: dict[tuple[str, str, int], checks.CallHistory] = {}
         self.counts: Counter[str] = Counter()
         self.is_static = rng.random() < 0.35
         self.family = rng.choice((UNIX, TCP))

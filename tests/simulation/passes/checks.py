@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from farprop.protocol.backward import Run, Send, Stuck, Survey
+from farprop.protocol.backward import ROOTS, Run, Send, Stuck, Survey
 from tests.simulation.harness import Violation
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def every_step(world: World) -> None:
     for local in world.touched:
         local.machine.validate()
-        if not local.history.faulty and (total := local.history.credit()) != 1:
+        if local.history.began and not local.history.faulty and (total := local.history.credit()) != 1:
             raise Violation(f"the credit of {local.history} is {total}")
 
 
@@ -81,12 +81,23 @@ def ended(world: World, history: PassHistory) -> None:
         left = [n for n, unit in enumerate(local.machine.units) if n not in ran and not used.isdisjoint(unit.sources)]
         if left:
             raise Violation(f"{history} ended before units {left} of worker {rank} ran")
+    for rank, local in history.locals.items():
+        for target in local.graph.targets(local.values):
+            sender = world.workers[target.worker].context
+            if sender is not None and target.message_id not in sender.graph.sends:
+                raise Violation(f"{history} ended, and worker {rank} has gradients of {target}, which was not recorded")
+        if missing := history.fed.get(rank, set()) - {ROOTS} - local.arrived.keys() if history.recorded else ():
+            raise Violation(f"{history} ended, and worker {rank} did not record gradients of {sorted(missing)}")
+    if history.inputs is not None and (idle := history.locals.keys() - history.used.keys() - {history.id.origin}):
+        raise Violation(f"{history} came to workers {sorted(idle)}, which lead to none of its inputs")
     if history.fast and not history.is_complete:
         raise Violation(f"{history} is a fast one and ended, though a send of a worker in it is not used")
 
 
 def at_rest_but_blocked(history: PassHistory, action: Survey | Stuck) -> None:
     """The origin found that the pass is at rest and a worker is blocked."""
+    if history.inputs is not None:
+        raise Violation(f"a worker is blocked in {history}, which was told beforehand what arrives")
     if history.running.total():
         raise Violation(f"{history} is said to be at rest, and runs on workers {sorted(+history.running)}")
     for local in history.locals.values():
@@ -111,6 +122,8 @@ def raised(world: World, history: PassHistory) -> None:
         dropped = local.undone and (local.machine.failed or local.machine.ended)
         if not dropped and not worker.crashed and worker.context is not None and not world.workers[world.maker].crashed:
             raise Violation(f"{history} has failed, and worker {rank} does not know")
+        if local.undone and (left := local.graph.sends.keys() & set(local.recorded_sends)):
+            raise Violation(f"{history} has failed, and worker {rank} still has its messages {sorted(left)}")
 
 
 # At rest

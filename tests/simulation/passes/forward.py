@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from farprop.protocol.backward import ROOTS, Target, Unit
@@ -27,16 +27,27 @@ class Graph:
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.sends: dict[int, tuple[int, ...]] = {}
+        self.hidden: set[int] = set()  # gradients of recorded passes that run or have failed: programs don't have them
         self._reaches: dict[int, frozenset[int]] = {}
 
-    def add(self, node: Node) -> None:
+    def add(self, node: Node) -> int:
         self.nodes.append(node)
+        return len(self.nodes) - 1
+
+    def visible(self) -> list[int]:
+        return [number for number in range(len(self.nodes)) if number not in self.hidden]
+
+    def forget(self, message_ids: Iterable[int]) -> None:
+        """Remove messages of a recorded pass that has failed."""
+        for message_id in message_ids:
+            self.sends.pop(message_id, None)
+            self._reaches.pop(message_id, None)
 
     def sinks(self) -> list[int]:
         """The values that nothing was made from, and that were not sent."""
         used = {number for node in self.nodes for number in node.inputs}
         used.update(number for numbers in self.sends.values() for number in numbers)
-        return [number for number in range(len(self.nodes)) if number not in used]
+        return [number for number in self.visible() if number not in used]
 
     def reach(self, starts: Iterable[int]) -> frozenset[int]:
         seen: set[int] = set()
@@ -60,11 +71,22 @@ class Graph:
             found[ROOTS] = self.reach(roots)
         return found
 
+    def leading(self, inputs: Iterable[int], targets: Iterable[Target]) -> frozenset[int]:
+        """The nodes that lead to one of these values, or to a receive of one of these targets."""
+        found, ends = set(inputs), set(targets)
+        for number, node in enumerate(self.nodes):
+            if node.target in ends or not found.isdisjoint(node.inputs):
+                found.add(number)
+        return frozenset(found)
+
     def targets(self, numbers: Iterable[int]) -> list[Target]:
         return [target for number in sorted(numbers) if (target := self.nodes[number].target) is not None]
 
-    def units(self, reaches: dict[int, frozenset[int]]) -> list[Unit]:
-        """The units as the runtime makes them: one for each source alone, one for each set of sources that share."""
+    def units(self, reaches: dict[int, frozenset[int]], needed: Collection[Target] | None = None) -> list[Unit]:
+        """The units as the runtime makes them: one for each source alone, one for each set of sources that share.
+
+        ``needed``: the targets that count, if not all do.
+        """
         masks: dict[int, set[int]] = {}
         for source, reach in reaches.items():
             for number in reach:
@@ -75,7 +97,11 @@ class Graph:
             is_leaf = not node.inputs and node.target is None
             if len(mask) == 1 or not is_leaf or node.hooked:
                 numbers.setdefault(frozenset(mask), []).append(number)
-        return [Unit(mask, tuple(self.targets(members))) for mask, members in numbers.items()]
+        found = {mask: self.targets(members) for mask, members in numbers.items()}
+        return [
+            Unit(mask, tuple([target for target in targets if needed is None or target in needed]))
+            for mask, targets in found.items()
+        ]
 
 
 def grow(world: World) -> None:
@@ -174,10 +200,30 @@ def gather(world: World) -> None:
 def some_values(world: World, graph: Graph) -> tuple[int, ...]:
     """Some values, mostly newer ones, so that graphs become deep."""
     rng = world.rng
-    size = len(graph.nodes)
-    count = min(size, rng.choice((1, 1, 2, 3)))
-    recent = range(max(0, size - 4), size)
-    return tuple(sorted({rng.choice(recent) if rng.random() < 0.6 else rng.randrange(size) for _ in range(count)}))
+    visible = graph.visible()
+    count = min(len(visible), rng.choice((1, 1, 2, 3)))
+    return tuple(sorted({rng.choice(visible[-4:] if rng.random() < 0.6 else visible) for _ in range(count)}))
+
+
+def needed_sends(
+    world: World, origin: int, roots: tuple[int, ...], inputs: dict[int, frozenset[int]]
+) -> dict[int, set[int]]:
+    """The sources of each worker that a pass from these roots to these values has to reach. All graphs at once."""
+    used = used_sends(world, origin, roots)
+    graphs = {rank: context.graph for rank in used if (context := world.workers[rank].context) is not None}
+    leading: set[Target] = set()
+    while True:
+        news = set()
+        for rank, graph in graphs.items():
+            nodes = graph.leading(inputs.get(rank, ()), leading)
+            for source in used[rank]:
+                reach = graph.reach(roots) if source == ROOTS else graph.reach_of(source)
+                if not nodes.isdisjoint(reach):
+                    news.add(Target(rank, source))
+        if news <= leading:
+            break
+        leading |= news
+    return {rank: {s for s in sources if (rank, s) in leading} for rank, sources in used.items()}
 
 
 def used_sends(world: World, origin: int, roots: tuple[int, ...]) -> dict[int, set[int]]:
@@ -194,3 +240,21 @@ def used_sends(world: World, origin: int, roots: tuple[int, ...]) -> dict[int, s
             if theirs is not None:
                 stack += theirs.graph.targets(theirs.graph.reach_of(message_id))
     return used
+
+
+def reaches_forgotten(world: World, origin: int, root: int) -> bool:
+    """Whether a root hangs on a message of a recorded pass that failed. No program gets such a tensor."""
+    context = world.workers[origin].context
+    assert context is not None
+    seen = set()
+    stack = context.graph.targets(context.graph.reach((root,)))
+    while stack:
+        target = stack.pop()
+        theirs = world.workers[target.worker].context
+        if target in seen or theirs is None:
+            continue
+        if target.message_id not in theirs.graph.sends:
+            return True
+        seen.add(target)
+        stack += theirs.graph.targets(theirs.graph.reach_of(target.message_id))
+    return False

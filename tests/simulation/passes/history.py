@@ -20,8 +20,18 @@ def amount(credit: Credit) -> Fraction:
 class PassHistory:
     """One pass, from the call of ``backward`` on."""
 
-    def __init__(self, pass_id: PassId, fast: bool, roots: tuple[int, ...], used: dict[int, set[int]]) -> None:
+    def __init__(
+        self,
+        pass_id: PassId,
+        fast: bool,
+        roots: tuple[int, ...],
+        used: dict[int, set[int]],
+        recorded: bool = False,
+        inputs: dict[int, frozenset[int]] | None = None,
+    ) -> None:
         self.id = pass_id
+        self.recorded = recorded  # its messages become messages of the context
+        self.inputs = inputs  # by worker, the values whose gradients are wanted; None for those of all leaves
         self.fast = fast
         self.roots = roots
         self.used = used  # the sources of each worker that the roots reach
@@ -34,6 +44,7 @@ class PassHistory:
         self.loose = Fraction(0)  # credit that no state machine holds: in flight, or with a run
         self.messages: Counter[str] = Counter()
         self.faulty = False  # a fault happened that may make it fail
+        self.began = False  # the roots have their gradients
         self.stuck = False
         self.outcome = ""  # for the caller of backward: ended, failed, or late (failed by the deadline)
 

@@ -15,6 +15,8 @@ _NAMES = {
     "propagate": "gradients",
     "give_back": "give-backs",
     "survey": "surveys",
+    "reach": "questions of reach",
+    "prepare": "preparations",
     "release_sources": "releases",
     "failed": "failures",
     "abort": "aborts",

@@ -6,6 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from farprop.protocol.backward import ALL, NONE, ROOTS, CreditShare, Ended, PassAction, PassId, Survey
+from farprop.protocol.needed_sends import NeededSends, pack_needed, unpack_reached
 from tests.simulation.passes import checks
 from tests.simulation.passes.history import PassHistory
 from tests.simulation.passes.local_pass import LocalPass
@@ -14,7 +15,7 @@ from tests.simulation.passes.threads import Future, PassError, Steps
 if TYPE_CHECKING:
     from tests.simulation.passes.worker import Worker
 
-DEADLINE = 100.0  # seconds; every pass that can end is faster
+DEADLINE = 1000.0  # seconds; every pass that can end is faster, also one through many recorded passes
 
 
 class Origin:
@@ -50,9 +51,14 @@ def backward(worker: Worker, history: PassHistory) -> Steps:
     worker.world.clock.after(DEADLINE, origin.expire)
     worker.world.trace("%d: backward from %s, %s", worker.rank, list(history.roots), history)
     try:
-        yield from worker.on_gradient(local, ROOTS, ALL, waits=True)
-        yield from _wait(worker, local, origin)
+        if history.inputs is None or (yield from find_needed(worker, local)):
+            yield from worker.on_gradient(local, ROOTS, ALL, waits=True)
+            yield from _wait(worker, local, origin)
+        elif origin.error is not None:
+            raise origin.error
         history.outcome = "ended"
+        for part in history.locals.values():
+            part.show()
     except PassError:
         worker.undo(local)
         yield from abort_everywhere(worker, local)
@@ -99,6 +105,29 @@ def survey(worker: Worker, local: LocalPass) -> Steps:
                 head = worker.head(local, 0, CreditShare(NONE, {}))
                 news += yield worker.call(local, rank, "survey", head, tuple(message_ids))
     return {rank: frozenset(message_ids) for rank, message_ids in found.items()}
+
+
+def find_needed(worker: Worker, local: LocalPass) -> Steps:
+    """Prepare all workers that lead to inputs; returns whether there are any."""
+    (roots,) = local.reached_by([ROOTS])
+    sends = NeededSends(worker.rank, roots)
+    head = worker.head(local, 0, CreditShare(NONE, {}))
+    while questions := sends.questions():
+        for rank, message_ids in questions.items():
+            if rank == worker.rank:
+                answers = dict(zip(message_ids, local.reached_by(message_ids), strict=True))
+            else:
+                local.partners.add(rank)
+                numbers = yield worker.call(local, rank, "reach", worker.rank, head, tuple(message_ids))
+                answers = unpack_reached(message_ids, numbers)
+            sends.on_answer(rank, answers)
+    needed = sends.needed()
+    for rank, part in needed.items():
+        if rank != worker.rank:
+            yield worker.call(local, rank, "prepare", head, tuple(pack_needed(part)))
+    if needed:
+        local.prepare(needed[worker.rank])
+    return bool(needed)
 
 
 def abort_everywhere(worker: Worker, local: LocalPass) -> Steps:

@@ -23,6 +23,7 @@ from farprop.protocol.backward import (
     Run,
     Send,
 )
+from farprop.protocol.needed_sends import pack_reached, unpack_needed
 from farprop.wire.message import Bundle, GradientPart, PassHead
 from tests.simulation.passes import checks
 from tests.simulation.passes.context import ContextHolder
@@ -55,7 +56,7 @@ class Worker(ContextHolder):
         announcer: Announcer | None = None,
     ) -> Steps:
         """Perform actions; returns the messages to worker ``back_to``. ``waits``: the thread may wait for an answer."""
-        back: list[tuple[bytes, bool]] = []
+        back: list[tuple[bytes, int | None]] = []
         sends: deque[Send] = deque()
         todo = deque(actions)
         while (todo or sends) and not self.is_over(local):
@@ -63,11 +64,16 @@ class Worker(ContextHolder):
                 yield self.world.network.delay()  # other threads run in between
                 continue
             if not todo:
+                worker = sends[0].target.worker
                 call = self._send(local, self._bundled(sends), announcer)
                 if waits and not sends:
-                    todo.extend(self._take_answer(local, (yield call)))
+                    todo.extend(self._take_answer(local, worker, (yield call)))
                 else:
-                    call.then(lambda answer, error: start(self, self._answered(local, answer, error)) and None)
+                    call.then(
+                        lambda answer, error, worker=worker: (
+                            start(self, self._answered(local, worker, answer, error)) and None
+                        )
+                    )
                 continue
             action = todo.popleft()
             if isinstance(action, Run):
@@ -78,13 +84,16 @@ class Worker(ContextHolder):
                     continue
                 checks.sends(local, action)
                 if action.target.worker == back_to:
-                    back.append((self.head(local, action.target.message_id, action.share), True))
+                    recorded = local.record_send([action.target])
+                    back.append((self.head(local, action.target.message_id, action.share), recorded))
                 else:
+                    if local.history.recorded:
+                        local.arrived[action.target.message_id] = local.made[action.target]
                     todo.extend(local.on_gradient(action.target.message_id, action.share))
             elif isinstance(action, GiveBack):
                 head = self.head(local, 0, action.share)
                 if back_to == local.id.origin:
-                    back.append((head, False))
+                    back.append((head, None))
                 elif not local.keep(action.share):
                     self.tell(local, local.id.origin, "give_back", head)
             elif isinstance(action, Release):
@@ -172,7 +181,8 @@ class Worker(ContextHolder):
             self.world.counts["bundles" if len(sends) > 1 else "messages of a series"] += 1
             parts = [GradientPart(send.target.message_id, send.share, 0) for send in sends]
             head = self.head(local, 0, CreditShare(NONE, {}), Bundle(parts, series))
-        call = self.call(local, worker, "propagate", self.rank, head)
+        recorded = local.record_send([send.target for send in sends])
+        call = self.call(local, worker, "propagate", self.rank, head, recorded)
         rng = self.world.rng
         if rng.random() < self.world.faults.timeouts:
             self.world.clock.after(rng.uniform(0.0, 0.1), self._time_out, call)
@@ -190,18 +200,25 @@ class Worker(ContextHolder):
 
         self.call(local, worker, method, *arguments).then(check)
 
-    def _take_answer(self, local: LocalPass, back: list[tuple[bytes, bool]]) -> list[PassAction]:
+    def _take_answer(self, local: LocalPass, worker: int, back: list[tuple[bytes, int | None]]) -> list[PassAction]:
+        """What an answer brings: gradients, with the id of their recorded message (0 for none), or None for credit."""
         actions: list[PassAction] = []
-        for data, is_gradient in back:
+        for data, recorded in back:
             head = PassHead.parse(data)
-            actions += local.on_gradient(head.message_id, head.share) if is_gradient else local.on_credit(head.share)
+            if recorded is None:
+                actions += local.on_credit(head.share)
+                continue
+            local.record_arrival((head.message_id,), worker, recorded)
+            actions += local.on_gradient(head.message_id, head.share)
         return actions
 
-    def _answered(self, local: LocalPass, back: list[tuple[bytes, bool]], error: PassError | None) -> Steps:
+    def _answered(
+        self, local: LocalPass, worker: int, back: list[tuple[bytes, int | None]], error: PassError | None
+    ) -> Steps:
         try:
             if error is not None:
                 raise error
-            yield from self.perform(local, self._take_answer(local, back))
+            yield from self.perform(local, self._take_answer(local, worker, back))
         except PassError as raised:
             yield from self.fail(local, raised)
 
@@ -224,10 +241,12 @@ class Worker(ContextHolder):
         )
         return local
 
-    def on_propagate(self, sender: int, data: bytes) -> Steps:
+    def on_propagate(self, sender: int, data: bytes, recorded: int) -> Steps:
         head = PassHead.parse(data)
         local = self._local(head)
         local.partners.add(sender)
+        parts = [head.message_id] if head.bundle is None else [part.message_id for part in head.bundle.parts]
+        local.record_arrival(parts, sender, recorded)
         try:
             if head.bundle is not None:
                 return (yield from self._on_bundle(local, head.bundle, sender))
@@ -284,6 +303,17 @@ class Worker(ContextHolder):
         yield 0.0
         return sorted(local.machine.reach(message_ids))
 
+    def on_reach(self, sender: int, data: bytes, message_ids: tuple[int, ...]) -> Steps:
+        local = self._local(PassHead.parse(data))
+        local.partners.add(sender)
+        yield 0.0
+        return pack_reached(local.reached_by(message_ids))
+
+    def on_prepare(self, data: bytes, numbers: tuple[int, ...]) -> Steps:
+        local = self._local(PassHead.parse(data))
+        yield 0.0
+        local.prepare(unpack_needed(numbers))
+
     # Failure: see ``origin`` for the other half
 
     def fail(self, local: LocalPass, error: PassError) -> Steps:
@@ -321,8 +351,7 @@ class Worker(ContextHolder):
         return sorted(self.context.known)  # also when asked again: the first answer may have been lost
 
     def undo(self, local: LocalPass) -> None:
-        local.fail()
-        local.undone = True
+        local.undo()
 
     def orphaned(self, local: LocalPass) -> None:
         """The origin has died."""

@@ -16,7 +16,7 @@ from tests.simulation.passes.origin import backward
 from tests.simulation.passes.threads import Steps, start
 from tests.simulation.passes.worker import Worker
 
-MAX_SECONDS = 2000.0
+MAX_SECONDS = 20_000.0  # twenty passes that wait for their deadlines
 _COUNTER_BITS = 48
 
 
@@ -124,6 +124,8 @@ class World:
         for history in self.histories:
             self.counts["FAST" if history.fast else "SMART"] += 1
             self.counts["complete"] += history.is_complete
+            self.counts["recorded"] += history.recorded
+            self.counts["to inputs"] += history.inputs is not None
             self.counts[{"": "cut short", "late": "stuck"}.get(history.outcome, history.outcome)] += 1
 
     def _forward(self) -> None:
@@ -161,21 +163,36 @@ class World:
     def _program(self, worker: Worker) -> Steps:
         """Passes one after the other."""
         rng = self.rng
-        for _ in range(rng.choice((1, 1, 2, 3))):
+        for _ in range(rng.choice((1, 1, 2, 3, 4))):
             if worker.context is None:
                 return
             graph = worker.context.graph
             roots = tuple(graph.sinks())
             if not roots or rng.random() < 0.4:
-                roots = tuple(sorted(rng.sample(range(len(graph.nodes)), min(len(graph.nodes), rng.randint(1, 3)))))
-            fast = (rng.random() < 0.4) != self.swapped
-            used = forward.used_sends(self, worker.rank, roots)
-            history = PassHistory(PassId(worker.rank, next(worker.numbers)), fast, roots, used)
+                visible = graph.visible()
+                roots = tuple(sorted(rng.sample(visible, min(len(visible), rng.randint(1, 3)))))
+            roots = tuple(root for root in roots if not forward.reaches_forgotten(self, worker.rank, root))
+            recorded = rng.random() < 0.3
+            inputs = self._inputs() if rng.random() < 0.25 else None
+            fast = (rng.random() < 0.4) != self.swapped and inputs is None
+            if inputs is None:
+                used = forward.used_sends(self, worker.rank, roots)
+            else:
+                used = forward.needed_sends(self, worker.rank, roots, inputs)
+            history = PassHistory(PassId(worker.rank, next(worker.numbers)), fast, roots, used, recorded, inputs)
             history.faulty = any(worker.crashed for worker in self.workers) or self.network.has_broken
             self.histories.append(history)
             if len(used) > 2 or rng.random() < 0.3:
                 self._plan_faults()
             yield from backward(worker, history)
+
+    def _inputs(self) -> dict[int, frozenset[int]]:
+        """Some values on some workers."""
+        rng, found = self.rng, {}
+        for worker in rng.sample(self.workers, rng.randint(1, len(self.workers))):
+            if worker.context is not None and (visible := worker.context.graph.visible()):
+                found[worker.rank] = frozenset(rng.sample(visible, min(len(visible), rng.randint(1, 2))))
+        return found
 
     # Faults
 

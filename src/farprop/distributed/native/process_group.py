@@ -163,6 +163,9 @@ class NativeProcessGroup(ProcessGroup):
             tensors: flat and contiguous, of one dtype, on the CPU.
             factor: None for 1.
             is_awaited: whether the caller waits for it at once, so that it may run in this thread.
+
+        Returns:
+            The work.
         """
         assert self._intra_node is not None
         reduction = Reduction(dist.ReduceOp.SUM, factor=factor)
@@ -343,7 +346,11 @@ class NativeProcessGroup(ProcessGroup):
             self._arena.close()
 
     def tell_failure(self, error: BaseException) -> None:
-        """The program of this rank fails: tell the other ranks who failed first, and with what."""
+        """The program of this rank fails: tell the other ranks who failed first, and with what.
+
+        Args:
+            error: what the program fails with.
+        """
         text = first_failure.last_words(error, f"rank {self.rank()}")
         if text and not self._is_closed:
             self._mesh.say_last_words(text)

@@ -9,3 +9,7 @@
 from farprop.nn.parallel.distributed import DistributedDataParallel
 
 __all__ = ["DistributedDataParallel"]
+
+
+def __dir__() -> list[str]:
+    return __all__

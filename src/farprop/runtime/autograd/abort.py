@@ -173,6 +173,7 @@ class PassAborter:
         with context.lock:
             context.aborted.add(pass_id)
             local = context.passes.pop(pass_id, None)
+            context.wanted.pop(pass_id, None)
         if local is None:
             return sorted(context.known)
         self.stop(local)

@@ -55,6 +55,16 @@ def accumulated(leaf: torch.Tensor, old: torch.Tensor | None, gradient: torch.Te
     return torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient.detach())
 
 
+def recorded_sum(leaf: torch.Tensor, old: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
+    """As ``accumulated``, in a recorded pass: the sum has a graph. It is new memory, in the leaf's layout."""
+    if old is not None:
+        return add(old, gradient)
+    is_strided = gradient.layout is torch.strided and leaf.layout is torch.strided
+    if is_strided and gradient.stride() != leaf.stride():
+        return torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+    return gradient.clone()
+
+
 def add(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """The sum of two gradients, sparse if both are. Out of place, because others may refer to either."""
     return new + old if old.is_sparse and not new.is_sparse else old + new
@@ -94,11 +104,11 @@ def _run_hook(hook: Any, *args: Any) -> Any:
         recorder.span(HOOK, f"hook {getattr(hook, '__qualname__', type(hook).__name__)}", began)
 
 
-def run_in_front(hooks: Mapping[int, Any], gradients: Gradients) -> Gradients:
-    """Run the pre-hooks of a node; returns the gradients for the node."""
+def run_in_front(hooks: Mapping[int, Any], gradients: Gradients, create_graph: bool) -> Gradients:
+    """Run the pre-hooks of a node; returns the gradients for the node. Hooks of a recorded pass run in grad mode."""
     before = torch.is_grad_enabled()
     try:
-        set_grad_enabled(False)
+        set_grad_enabled(create_graph)
         for hook in list(hooks.values()):
             result = _run_hook(hook, gradients)
             if result is not None:
@@ -108,26 +118,28 @@ def run_in_front(hooks: Mapping[int, Any], gradients: Gradients) -> Gradients:
     return gradients
 
 
-def run_behind(hooks: Mapping[int, Any], outputs: Gradients, gradients: Gradients) -> None:
+def run_behind(hooks: Mapping[int, Any], outputs: Gradients, gradients: Gradients, create_graph: bool) -> None:
     """Run the post-hooks of a node. Their results are ignored."""
     before = torch.is_grad_enabled()
     try:
-        set_grad_enabled(False)
+        set_grad_enabled(create_graph)
         for hook in list(hooks.values()):
             _run_hook(hook, outputs, gradients)
     finally:
         set_grad_enabled(before)
 
 
-def run_post_hooks(leaf: torch.Tensor, after: Any, behind: Mapping[int, Any], gradient: torch.Tensor) -> None:
+def run_post_hooks(
+    leaf: torch.Tensor, after: Any, behind: Mapping[int, Any], gradient: torch.Tensor, create_graph: bool
+) -> None:
     """After accumulation, run a leaf's post-accumulate-grad hooks, then the post-hooks of its node, as torch does."""
     if after:
         before = torch.is_grad_enabled()
         try:
-            set_grad_enabled(False)
+            set_grad_enabled(create_graph)
             for hook in list(after.values()):
                 _run_hook(hook, leaf)
         finally:
             set_grad_enabled(before)
     if behind:
-        run_behind(behind, (), (gradient,))
+        run_behind(behind, (), (gradient,), create_graph)

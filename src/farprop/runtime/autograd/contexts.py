@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,6 +25,7 @@ from farprop.wire.message import CONTEXT, AutogradHead, Message
 if TYPE_CHECKING:
     from farprop.runtime.autograd.abort import PassAbort
     from farprop.runtime.autograd.engine import LocalPass
+    from farprop.runtime.autograd.grad import Wanted
 
 _R = TypeVar("_R")
 COUNTER_BITS = 48
@@ -55,6 +56,7 @@ class Context:
         self.own_rank = own_rank
         self.sends: dict[int, SendRpcBackward] = {}
         self.receives: dict[int, Any] = {}
+        self.cancelled: set[int] = set()  # sends of calls that were cancelled: FAST passes don't wait for them
         # While somebody listens to events, for drawings: the bytes of a message's tensors and when it was encoded; when
         # one had arrived and was decoded.
         self.sent: dict[int, tuple[int, float]] = {}
@@ -62,6 +64,7 @@ class Context:
         self.known: set[int] = set()  # ranks of the workers that have to be told when the context ends
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.passes: dict[PassId, LocalPass] = {}
+        self.wanted: dict[PassId, Wanted] = {}  # by pass, the tensors of this worker whose gradients it computes
         # The numbers of the passes that were started here, until they have ended. Not a set: ``del`` is no call, so an
         # interrupt can't come between it and what belongs to it.
         self.own_passes: dict[int, None] = {}
@@ -72,10 +75,13 @@ class Context:
         self.manager: Callable[[], object] | None = (
             None  # a weak reference to the ``with`` statement's, if there is one
         )
+        # Calls that change gradients on other workers, and that nobody has waited for yet.
+        self.settling: dict[torch.futures.Future[Any], None] = {}
         self.call_traces: dict[int, str] = {}  # in anomaly mode, by send: the calls that led to it
         self._new_message_id = new_message_id
         self._reaches: dict[int, Reach] = {}
-        self._plan: tuple[int, tuple[Edge, ...], Plan] | None = None
+        self._plan: tuple[tuple[int, int], tuple[Edge, ...], Plan] | None = None
+        self._forgotten = 0  # how many sends were removed
 
     # Messages
 
@@ -98,6 +104,8 @@ class Context:
             placed: whether tensors change devices on the way.
             ended: for a request, contexts whose end the receiver should learn.
         """
+        if self.settling:
+            self.settle()
         if to != self.own_rank:
             self.known.add(to)
         # In this order: whoever releases the context now tells the receiver. If it is released already, by its maker
@@ -153,6 +161,20 @@ class Context:
                 self.arrived[head.message_id] = time.monotonic()
         return value
 
+    def on_cancelled(self, head: AutogradHead | None) -> None:
+        """The call with this head in its request was cancelled. It may have run, and gradients may come for it."""
+        if head is not None and head.message_id:
+            self.cancelled.add(head.message_id)
+
+    def settle(self) -> None:
+        """Wait for the calls in ``settling``; raises the error of one that failed."""
+        for call in list(self.settling):
+            try:
+                call.wait()
+            finally:
+                if call.done():
+                    self.settling.pop(call, None)
+
     # Passes
 
     def new_pass(self, numbers: Iterator[int], begun: list[PassId]) -> PassId:
@@ -187,34 +209,54 @@ class Context:
 
     # The graph
 
-    def plan(self, roots: tuple[Edge, ...], again: bool) -> Plan:
+    def plan(self, roots: tuple[Edge, ...], again: bool, fast: bool = False) -> Plan:
         """How the sends and these roots share the graph.
 
         Args:
             roots: the edges that the pass starts from.
             again: whether another pass may start from the same roots.
+            fast: whether it is for a FAST pass, which waits for every send in it.
 
         Returns:
             The plan. It is cached if it is constant.
         """
         known = self._plan
-        if known is not None and known[0] == len(self.sends) and known[1] == roots:
+        forgotten = self._forgotten
+        cancelled = self.cancelled.copy() if fast and self.cancelled else ()
+        version = len(self.sends) + forgotten, len(cancelled)
+        if known is not None and known[0] == version and known[1] == roots:
             return known[2]
         sources: dict[int, Reach] = {}
-        for message_id in list(self.sends):
+        sends = list(self.sends.items())
+        for message_id, send in sends:
+            if message_id in cancelled:
+                continue
             reach = self._reaches.get(message_id)
             if reach is None:
-                send = self.sends[message_id]
-                reach = reach_from(send.edges or send.next_functions, self.id)
-                self._reaches[message_id] = reach
+                reach = self._reaches[message_id] = reach_from(send.edges or send.next_functions, self.id)
             sources[message_id] = reach
         if roots:
             sources[ROOTS] = reach_from(roots, self.id)
         plan = Plan(sources)
         # The plan keeps the roots' graph alive, so it is cached only if another pass may follow.
         if plan.is_constant and (again or not roots):
-            self._plan = len(plan.sources) - bool(roots), roots, plan
+            self._plan = (len(sends) + forgotten, len(cancelled)), roots, plan
         return plan
+
+    def reach_of(self, message_id: int) -> Reach | None:
+        """What one of the sends reaches; None if there is no such send."""
+        reach = self._reaches.get(message_id)
+        if reach is None and (send := self.sends.get(message_id)) is not None:
+            reach = self._reaches[message_id] = reach_from(send.edges or send.next_functions, self.id)
+        return reach
+
+    def forget_messages(self, message_ids: Iterable[int]) -> None:
+        """Remove the messages of a recorded pass that failed: no later pass reaches them, or waits for them."""
+        with self.lock:
+            for message_id in message_ids:
+                self._forgotten += self.sends.pop(message_id, None) is not None
+                for table in (self.receives, self.sent, self.arrived, self.call_traces, self._reaches):
+                    table.pop(message_id, None)
 
     # Under torch's names, for users and tests
 
@@ -249,6 +291,7 @@ class ContextContainer:
         self.get = self._contexts.get  # returns the context with an id, or None
         self.ending: dict[int, Context] = {}  # released, and the others are still to be told
         self._ended: OrderedDict[int, None] = OrderedDict()  # so that a late message does not create one again
+        self.on_released: Callable[[int], None] | None = None  # is told of each context that ends
         self._context_numbers = itertools.count(1) if numbers is None else numbers
         self._message_numbers = itertools.count(1) if numbers is None else numbers
 
@@ -300,7 +343,12 @@ class ContextContainer:
             self.ending[context_id] = context
             del self._contexts[context_id]
             context.is_released = True
-            return context
+        if self.on_released is not None:
+            self.on_released(context_id)
+        return context
+
+    def has_ended(self, context_id: int) -> bool:
+        return context_id in self._ended
 
     def all(self) -> list[Context]:
         return list(self._contexts.values())

@@ -44,9 +44,11 @@ from farprop.protocol.backward import (
     UnknownSource,
     passed_on,
 )
+from farprop.protocol.needed_sends import pack_reached, unpack_needed
 from farprop.runtime.autograd.abort import PassAborter
 from farprop.runtime.autograd.contexts import COUNTER_BITS, Context, ContextContainer
 from farprop.runtime.autograd.engine import PASS, SEND, LocalPass, Outgoing, profiled, size_of
+from farprop.runtime.autograd.grad import GradPass, GradRequest, find_needed
 from farprop.runtime.autograd.graph import Edge
 from farprop.runtime.autograd.messages import (
     LEAST_SECONDS,
@@ -54,6 +56,7 @@ from farprop.runtime.autograd.messages import (
     GradientReply,
     OneWayCall,
     PeerCaller,
+    encode_recorded,
     record_gradients,
     survey,
 )
@@ -148,7 +151,13 @@ class BackwardDriver:
     # Starting a pass
 
     def backward(
-        self, context_id: int, roots: Sequence[Any], keep_graph: bool, fast: bool, timeout: float | None
+        self,
+        context_id: int,
+        roots: Sequence[Any],
+        keep_graph: bool,
+        fast: bool,
+        timeout: float | None,
+        create_graph: bool = False,
     ) -> None:
         """Run the backward pass of a context from these scalars. Returns when it has ended everywhere.
 
@@ -165,7 +174,9 @@ class BackwardDriver:
         for root in roots:
             edges.append(_edge_of(root))
             gradients.append(torch.ones_like(root, requires_grad=False))
-        self.backward_from_edges(context, tuple(edges), gradients, keep_graph, fast, timeout)
+        self.backward_from_edges(
+            context, tuple(edges), gradients, keep_graph or create_graph, fast, timeout, create_graph
+        )
 
     def backward_from_edges(
         self,
@@ -175,21 +186,29 @@ class BackwardDriver:
         keep_graph: bool,
         fast: bool,
         timeout: float | None,
+        create_graph: bool = False,
+        request: GradRequest | None = None,
     ) -> None:
-        """Run a backward pass from edges of the graph, with a gradient for each."""
+        """Run a backward pass from edges of the graph, with a gradient for each.
+
+        With a ``request``, compute the gradients that it wants, and accumulate none.
+        """
         waiter = PassWaiter(timeout)
         if context.aborts:
             self.aborter.await_aborts(context, waiter.deadline)
+        if context.settling:
+            context.settle()
         begun: list[PassId] = []
         try:
             pass_id = context.new_pass(self._numbers, begun)
             _log.debug("%s: backward pass %d of context %d begins", self._peers.label, pass_id.number, context.id)
             anomaly = torch.is_anomaly_enabled()
-            local = LocalPass(context, self.own_rank, pass_id, fast, keep_graph, anomaly, edges)
+            kind = LocalPass if request is None else GradPass
+            local = kind(context, self.own_rank, pass_id, fast, keep_graph, anomaly, edges, create_graph)
             self._waiters[pass_id] = waiter
             with context.lock:
                 context.passes[pass_id] = local
-            self._run_pass(local, gradients, waiter)
+            self._run_pass(local, gradients, waiter, request)
         finally:
             # Nothing is called here, so an interrupt can't come between these.
             for pass_id in begun:
@@ -201,12 +220,16 @@ class BackwardDriver:
                 if pass_id.number not in context.aborts and pass_id.number in context.own_passes:
                     del context.own_passes[pass_id.number]
 
-    def _run_pass(self, local: LocalPass, gradients: Sequence[Gradient], waiter: PassWaiter) -> None:
+    def _run_pass(
+        self, local: LocalPass, gradients: Sequence[Gradient], waiter: PassWaiter, request: GradRequest | None
+    ) -> None:
         """Run a pass that is registered; if it fails, have it undone everywhere."""
         began = time.monotonic() if recorder.is_on else 0.0
         try:
             with profiled(PASS):
-                if not self._start(local, gradients, waiter):
+                if request is not None:
+                    self._run_grad(cast(GradPass, local), gradients, waiter, request)
+                elif not self._start(local, gradients, waiter):
                     self._wait(local, waiter)
             if began:
                 recorder.span(events.PASS, "backward pass", began, **local.details)
@@ -220,6 +243,20 @@ class BackwardDriver:
                 raise
             raise waiter.error from None
 
+    def _run_grad(
+        self, local: GradPass, gradients: Sequence[Gradient], waiter: PassWaiter, request: GradRequest
+    ) -> None:
+        """Find out which workers the pass needs, then run it, and take the gradients."""
+        local.context.wanted[local.id] = request.wanted
+        request.register(local.id, waiter.left())
+        head = self._head(local, 0, CreditShare(NONE, {}))
+        needed = find_needed(self._peers, local, head, waiter.deadline)
+        if needed:
+            local.prepare(needed[self.own_rank])
+            if not self._start(local, gradients, waiter):
+                self._wait(local, waiter)
+        request.collect(local.id, local.take(), waiter.left())
+
     def _start(self, local: LocalPass, gradients: Sequence[Gradient], waiter: PassWaiter) -> bool:
         """Run the pass from its roots, as far as this thread can; returns whether it has ended."""
         source = ROOTS
@@ -231,7 +268,7 @@ class BackwardDriver:
             target = targets[0]
             part = GradientPart(target.message_id, ALL, 0)
             message = self._gradient_message(local, target.worker, (part,), ALONE, outgoing.get(target, ()))
-            answer, gradients = self._exchange(target.worker, message, waiter.deadline)
+            answer, gradients = self._exchange(local, target.worker, message, waiter.deadline)
             parts = answer.parts
             if len(parts) != 1 or parts[0].share is not ALL or answer.credit is not None:
                 actions = self._take_answer(local, answer, gradients)
@@ -291,11 +328,11 @@ class BackwardDriver:
                 message = self._gradient_message(local, worker, parts, place, gradients)
                 # This message carries all of the credit: no other message of the pass is in flight anywhere.
                 if waiter is not None and share.credit.is_whole:
-                    answer, came = self._exchange(worker, message, waiter.deadline)
+                    answer, came = self._exchange(local, worker, message, waiter.deadline)
                     todo.extend(self._take_answer(local, answer, came))
                 else:
                     timeout = self._peers.rpc_timeout if waiter is None else waiter.left()
-                    call = CallbackCall(timeout, partial(self._on_answer, local))
+                    call = CallbackCall(timeout, partial(self._on_answer, local, worker))
                     self._peers.send_method(worker, Method.GRADIENTS, message, call, system=False)
                 continue
             action = todo.popleft()
@@ -376,7 +413,16 @@ class BackwardDriver:
         if local.id.origin == self.own_rank:
             oldest = local.context.oldest_pass(local.id.number)
         return PassHead(
-            local.context.id, message_id, local.id, oldest, local.fast, local.keep_graph, local.anomaly, share, bundle
+            local.context.id,
+            message_id,
+            local.id,
+            oldest,
+            local.fast,
+            local.keep_graph,
+            local.anomaly,
+            share,
+            bundle,
+            local.create_graph,
         ).pack()
 
     def _bundled(self, local: LocalPass, sends: deque[Send]) -> tuple[list[GradientPart], list[Gradient], CreditShare]:
@@ -418,24 +464,37 @@ class BackwardDriver:
             head = self._head(local, parts[0].message_id, parts[0].share)
         else:
             head = self._head(local, 0, CreditShare(NONE, {}), Bundle(parts, series))
-        message = encode_gradients(self._peers.dialect.encode_call, head, gradients)
+        encode_call = self._peers.dialect.encode_call
+        if local.create_graph:
+            message = encode_recorded(encode_call, local, worker, head, gradients)
+        else:
+            message = encode_gradients(encode_call, head, gradients)
         if began:
             record_gradients(local, parts, began)
         return message
 
     def _exchange(
-        self, worker: int, message: Message, deadline: float | None
+        self, local: LocalPass, worker: int, message: Message, deadline: float | None
     ) -> tuple[GradientAnswer, Sequence[Gradient]]:
         """Send gradients and wait for the answer."""
         timeout = None if deadline is None else max(deadline - time.monotonic(), LEAST_SECONDS)
-        return self._decode(self._peers.call_method(worker, Method.GRADIENTS, message, timeout, system=False))
+        answer = self._peers.call_method(worker, Method.GRADIENTS, message, timeout, system=False)
+        return self._decode(local, worker, answer)
 
-    def _decode(self, answer: Message) -> tuple[GradientAnswer, Sequence[Gradient]]:
+    def _decode(self, local: LocalPass, worker: int, answer: Message) -> tuple[GradientAnswer, Sequence[Gradient]]:
         dialect = self._peers.dialect
         if answer.kind != ANSWER:
             raise dialect.decode_failure(answer.payload)
-        (head, *items), _ = dialect.decode_call(answer.payload, answer.buffers, answer.flags)
-        return GradientAnswer.parse(head), gradients_of(items)
+        if answer.autograd is None:
+            (head, *items), _ = dialect.decode_call(answer.payload, answer.buffers, answer.flags)
+            return GradientAnswer.parse(head), gradients_of(items)
+        with torch.enable_grad():  # a recv node is made
+            (head, *items), _ = local.context.receive(
+                worker, answer.autograd, (), dialect.decode_call, answer.payload, answer.buffers, answer.flags
+            )
+        gradients = gradients_of(items)
+        local.note_received(gradients)
+        return GradientAnswer.parse(head), gradients
 
     def _notify(self, local: LocalPass, worker: int, method: Method, *args: Any) -> None:
         call = OneWayCall(self._peers, lambda error: self.aborter.fail(local, error))
@@ -492,12 +551,12 @@ class BackwardDriver:
                 actions += local.machine.done_with(rest)
         return actions
 
-    def _on_answer(self, local: LocalPass, answer: Message | None, error: Exception | None) -> None:
+    def _on_answer(self, local: LocalPass, worker: int, answer: Message | None, error: Exception | None) -> None:
         """The answer to gradients that this worker sent arrived, or the call failed."""
         try:
             if answer is None:
                 raise error if error is not None else FarpropError("A call with gradients ended without an outcome.")
-            self._perform(local, self._take_answer(local, *self._decode(answer)))
+            self._perform(local, self._take_answer(local, *self._decode(local, worker, answer)))
         except Exception as raised:
             self.aborter.fail(local, raised)
 
@@ -509,6 +568,8 @@ class BackwardDriver:
             Method.RETURN_CREDIT: self.on_credit,
             Method.RELEASE: self.on_release,
             Method.SURVEY: self.on_survey,
+            Method.REACH: self.on_reach,
+            Method.PREPARE: self.on_prepare,
             Method.PASS_FAILED: self.aborter.on_pass_failed,
             Method.ABORT: self.aborter.on_abort,
         }
@@ -521,11 +582,13 @@ class BackwardDriver:
         gradients = gradients_of(items)
         local = self._local(head)
         local.partners.add(caller)
+        if head.create_graph:
+            local.note_received(gradients)
         try:
             if head.bundle is not None:
                 reply = GradientReply()
                 self._on_bundle(local, head.bundle, gradients, caller, reply)
-                return reply.encode(encode_call, local)
+                return reply.encode(encode_call, local, caller)
             targets = local.start_unshared(head.message_id)
             if targets is not None:
                 outgoing = local.run_unshared(head.message_id, gradients)
@@ -542,7 +605,7 @@ class BackwardDriver:
                 actions = self._on_gradient(local, head.message_id, gradients, head.share)
             reply = GradientReply()
             self._perform(local, actions, back_to=caller, reply=reply)
-            return reply.encode(encode_call, local)
+            return reply.encode(encode_call, local, caller)
         except BaseException as error:
             self.aborter.stop(local)
             if isinstance(error, BackwardError):
@@ -581,7 +644,7 @@ class BackwardDriver:
             actions = local.machine.on_handled()
         self._perform(local, actions, back_to=caller, reply=reply)
 
-    def _local(self, head: PassHead) -> LocalPass:
+    def _local(self, head: PassHead, kind: type[LocalPass] = LocalPass) -> LocalPass:
         context = self.contexts.get(head.context_id) or self.contexts.find(head.context_id)
         pass_id = head.pass_id
         with context.lock:
@@ -593,7 +656,7 @@ class BackwardDriver:
             if context.passes:
                 for old in [i for i in list(context.passes) if i.origin == pass_id.origin and i.number < head.oldest]:
                     del context.passes[old]
-        local = LocalPass(context, self.own_rank, pass_id, head.fast, head.keep_graph, head.anomaly)
+        local = kind(context, self.own_rank, pass_id, head.fast, head.keep_graph, head.anomaly, (), head.create_graph)
         with context.lock:
             if pass_id in context.aborted:
                 raise FarpropError(f"The backward pass of context {context.id} has ended with an error.")
@@ -625,6 +688,25 @@ class BackwardDriver:
         local = self._local(PassHead.parse(data))
         with local.lock:
             return [number for target in local.machine.reach(message_ids) for number in target]
+
+    def take_gradients(self, context_id: int, pass_id: PassId) -> list[Gradient]:
+        """Remove and return the gradients that such a pass has computed for its inputs on this worker."""
+        context = self.contexts.find(context_id)
+        local = context.passes.get(pass_id)
+        if isinstance(local, GradPass):
+            return local.take()
+        wanted = context.wanted.pop(pass_id, None)  # no output depends on these, so the pass did not come here
+        return [None] * (0 if wanted is None else len(wanted.edges))
+
+    def on_reach(self, caller: int, data: bytes, *message_ids: int) -> list[int]:
+        """What these sends reach, for the origin of a pass that computes the gradients of some inputs."""
+        local = cast(GradPass, self._local(PassHead.parse(data), GradPass))
+        local.partners.add(caller)
+        return pack_reached(local.reached_by(message_ids))
+
+    def on_prepare(self, caller: int, data: bytes, *numbers: int) -> None:
+        """The origin says what this worker has to do in such a pass."""
+        cast(GradPass, self._local(PassHead.parse(data), GradPass)).prepare(unpack_needed(numbers))
 
     def _fail_waiter(self, pass_id: PassId, error: BaseException) -> None:
         """Raise an error in the thread that waits for the pass. If the pass has ended, there is none."""

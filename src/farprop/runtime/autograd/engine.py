@@ -4,6 +4,8 @@ Rules that hold here:
 
 - A node runs once, with the sum of all gradients that reach it. Until the sum is complete, it is kept as pending.
 - Torch's engine never sees a node that is not ready, because it would run that node's tensor hooks.
+- A *recorded* pass (``create_graph``) runs in grad mode, and its messages are messages of the context: a later pass can
+  go through it. It takes no short cut.
 - ``LocalPass.lock`` guards the machine. The graph runs outside of it: one run at a time, or sources that share nothing.
 """
 
@@ -12,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from itertools import starmap
@@ -22,18 +24,36 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from farprop._torch import backward_hooks, input_metadata, post_accumulate_hooks, profiler_enabled, run_backward
-from farprop.errors import BackwardError
+from farprop._torch import (
+    backward_hooks,
+    graph_exec_group,
+    input_metadata,
+    post_accumulate_hooks,
+    profiler_enabled,
+    run_backward,
+    set_grad_enabled,
+    set_graph_exec_group,
+)
+from farprop.errors import BackwardError, UsageError
 from farprop.locks import lock_maker
 from farprop.protocol.backward import ROOTS, BackwardStateMachine, PassId, Run, Target
 from farprop.protocol.events import BACKWARD
-from farprop.runtime.autograd.accumulate import accumulated, add, hooks_of, run_behind, run_in_front, run_post_hooks
+from farprop.runtime import checkpoint_regions
+from farprop.runtime.autograd.accumulate import (
+    accumulated,
+    add,
+    hooks_of,
+    recorded_sum,
+    run_behind,
+    run_in_front,
+    run_post_hooks,
+)
 from farprop.runtime.autograd.anomaly import current_call_trace, watched
 from farprop.runtime.autograd.contexts import Context
-from farprop.runtime.autograd.graph import Edge, Node, Plan, Reach, reach_from, union_of
+from farprop.runtime.autograd.graph import Edge, Node, Plan, Reach, union_of
 from farprop.runtime.autograd.nodes import LEAF_TYPE, RECEIVE_TYPE, noting
 from farprop.runtime.recorder import recorder
-from farprop.wire.message import Gradient
+from farprop.wire.message import Gradient, Message
 
 Gradients = dict[Edge, torch.Tensor]
 Outgoing = dict[Target, list[Gradient]]
@@ -50,6 +70,13 @@ _NOT_PROFILED = nullcontext()
 
 # The pass that runs in this thread, for hooks of leaves.
 running_pass: ContextVar[LocalPass | None] = ContextVar("farprop_running_pass", default=None)
+
+
+# Says which step changed a leaf that a pass needed; farprop.optim sets it. Takes the error, the leaves and the context.
+explain_changed_leaf: Callable[[Exception, Iterable[torch.Tensor], int], str | None] | None = None
+
+# How a run of the engine is kept apart from steps that change parameters; None while no optimizer needs that.
+reading: Callable[[], AbstractContextManager[None]] | None = None
 
 
 def profiled(name: str) -> AbstractContextManager[object]:
@@ -74,21 +101,29 @@ class LocalPass:
         keep_graph: bool,
         anomaly: bool,
         roots: tuple[Edge, ...] = (),
+        create_graph: bool = False,
+        plan: Plan | None = None,
     ) -> None:
         self.context = context
         self.id = pass_id
         self.fast = fast
         self.keep_graph = keep_graph
         self.anomaly = anomaly
+        self.create_graph = create_graph
+        self._takes_short_cuts = not (anomaly or create_graph)
         self.lock = _new_lock()
         self.partners: set[int] = set()  # ranks of the workers that gradients were exchanged with
-        plan = self._plan = context.plan(roots, again=keep_graph)
+        if plan is None:
+            plan = context.plan(roots, again=keep_graph, fast=fast)
+        self._plan = plan
         self._roots = roots
         self.machine = BackwardStateMachine(own_rank, pass_id.origin, fast, plan.units, frozenset(plan.sources))
         self._execution: _Execution | None = None
         self._arrived: dict[int, Sequence[Gradient]] = {}
         self._outgoing: Outgoing = {}
-        self._before: dict[torch.Tensor, torch.Tensor | None] = {}  # earlier gradients, for ``undo``
+        # For ``undo``: earlier gradients, and the messages of a recorded pass.
+        self._before: dict[torch.Tensor, torch.Tensor | None] = {}
+        self._messages: list[int] = []
 
     # A source that shares nothing with others
 
@@ -99,7 +134,7 @@ class LocalPass:
             The targets of its gradients; the caller then calls ``run_unshared``. None if the short cut does not apply:
             the caller stores the gradients with ``store``, and performs the machine's actions.
         """
-        if self.anomaly or profiler_enabled():
+        if not self._takes_short_cuts or profiler_enabled():
             return None
         with self.lock:
             return self.machine.start_unshared(source)
@@ -117,7 +152,7 @@ class LocalPass:
         began = _now() if recorder.is_on else 0.0
         outer = running_pass.set(self)
         try:
-            self._distribute(run_graph(roots, reach, self.keep_graph), outgoing)
+            self._distribute(run_graph(roots, reach, self.keep_graph, False), outgoing)
         except BaseException as error:
             raise self._blamed(sources[0], error) from error
         finally:
@@ -128,7 +163,7 @@ class LocalPass:
 
     def start_together(self, sources: Sequence[int], to: int | None) -> list[Sequence[Target]] | None:
         """Begin the short cut for several sources that lead to no other worker than ``to``, as ``start_unshared``."""
-        if self.anomaly or profiler_enabled():
+        if not self._takes_short_cuts or profiler_enabled():
             return None
         with self.lock:
             return self.machine.start_together(sources, to)
@@ -140,7 +175,14 @@ class LocalPass:
 
     def _blamed(self, source: int | None, error: BaseException) -> BaseException:
         """The error to report. Errors of its own graph reach the caller of ``backward`` unchanged."""
-        if source == ROOTS or not isinstance(error, Exception) or isinstance(error, BackwardError):
+        if not isinstance(error, Exception) or isinstance(error, BackwardError):
+            return error
+        if explain_changed_leaf is not None and isinstance(error, RuntimeError):
+            leaves = [node.variable for node in self._plan.nodes() if type(node) is LEAF_TYPE]
+            text = explain_changed_leaf(error, leaves, self.context.id)
+            if text is not None:
+                error.add_note(text)
+        if source == ROOTS:
             return error
         blamed = BackwardError(f"Error on Node {self.machine.own_rank}: {error}")
         for note in getattr(error, "__notes__", ()):
@@ -161,7 +203,10 @@ class LocalPass:
         """Perform a ``Run`` of the machine."""
         began = _now() if recorder.is_on else 0.0
         outer = running_pass.set(self)
+        grad_mode = torch.is_grad_enabled()
         try:
+            if self.create_graph:
+                set_grad_enabled(True)
             if not self.anomaly:
                 self._run(run)
                 return
@@ -172,6 +217,7 @@ class LocalPass:
         except BaseException as error:
             raise self._blamed(run.source, error) from error
         finally:
+            set_grad_enabled(grad_mode)
             running_pass.reset(outer)
             if began:
                 self._record(began, () if run.source is None else (run.source,))
@@ -188,7 +234,7 @@ class LocalPass:
     def _run(self, run: Run) -> None:
         execution = self._execution
         if execution is None:
-            execution = self._execution = _Execution(self._plan, self.keep_graph)
+            execution = self._execution = _Execution(self._plan, self.keep_graph, self.create_graph)
         if run.source is None:
             captured = execution.run((), None, run.units)
         else:
@@ -240,7 +286,7 @@ class LocalPass:
         in_front, behind = hooks_of(node)
         hooked = gradient
         if in_front:
-            (result,) = run_in_front(in_front, (gradient,))
+            (result,) = run_in_front(in_front, (gradient,), self.create_graph)
             if result is None:
                 return
             hooked = result
@@ -250,10 +296,13 @@ class LocalPass:
                 return
             old = context.gradients.get(leaf)
             self._before.setdefault(leaf, old)
-            context.gradients[leaf] = accumulated(leaf, old, hooked, is_alone and hooked is gradient)
+            if self.create_graph:
+                context.gradients[leaf] = recorded_sum(leaf, old, hooked)
+            else:
+                context.gradients[leaf] = accumulated(leaf, old, hooked, is_alone and hooked is gradient)
         after = post_accumulate_hooks(leaf)
         if after or behind:
-            run_post_hooks(leaf, after, behind, hooked)
+            run_post_hooks(leaf, after, behind, hooked, self.create_graph)
 
     def replace(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         """Replace the gradient that the pass has computed for a leaf."""
@@ -262,8 +311,33 @@ class LocalPass:
                 self._before.setdefault(leaf, self.context.gradients.get(leaf))
                 self.context.gradients[leaf] = gradient
 
+    # Messages of a recorded pass
+
+    def record(self, message: Message, to: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Make a message with gradients one of the context's, before it is sent. ``tensors`` are those that require
+        grad.
+        """
+        self.context.attach(message, to, tensors)
+        if message.autograd is not None and message.autograd.message_id:
+            self._note_message(message.autograd.message_id)
+
+    def note_received(self, gradients: Sequence[Gradient]) -> None:
+        """Gradients arrived in a message of the context."""
+        nodes: set[Node] = {gradient.grad_fn for gradient in gradients if gradient is not None}
+        for node in nodes:
+            if type(node) is RECEIVE_TYPE:
+                self._note_message(node.target.message_id)
+
+    def _note_message(self, message_id: int) -> None:
+        self._messages.append(message_id)
+        # In this order: whoever undoes the pass has marked it as failed before.
+        if self.machine.failed:
+            self.context.forget_messages((message_id,))
+
     def undo(self) -> None:
-        """After a failure, restore the context's gradients from before the pass."""
+        """After a failure, restore the context's gradients from before the pass, and remove its messages."""
+        if self._messages:
+            self.context.forget_messages(self._messages)
         gradients = self.context.gradients
         with self.context.lock:
             for leaf, gradient in self._before.items():
@@ -281,20 +355,33 @@ class _Stop(Exception):
     """Ends the engine after one node."""
 
 
-def _run_engine(roots: Gradients, sinks: tuple[GradientEdge, ...], keep_graph: bool) -> Sequence[Gradient]:
+def _run_engine(
+    roots: Gradients, sinks: tuple[GradientEdge, ...], keep_graph: bool, create_graph: bool
+) -> Sequence[Gradient]:
     """Run torch's engine from the roots; returns the gradients at the sinks.
 
     Without sinks, all nodes behind the roots run, and leaves accumulate into ``.grad``.
     """
     edges = tuple(starmap(GradientEdge, roots))
-    create_graph = False
     allow_unreachable = True  # some sinks may get no gradient
     accumulate = not sinks  # into .grad
     values = tuple(roots.values())
-    return run_backward(edges, values, keep_graph, create_graph, sinks, allow_unreachable, accumulate) or ()
+    args = edges, values, keep_graph, create_graph, sinks, allow_unreachable, accumulate
+    if reading is None and not checkpoint_regions.is_used:
+        return run_backward(*args) or ()
+    with nullcontext() if reading is None else reading():
+        local = running_pass.get()
+        if local is None or graph_exec_group() is not None:
+            return run_backward(*args) or ()
+        try:
+            # The pass goes on with what a checkpointed function has computed again, in its next runs of the engine.
+            set_graph_exec_group(local.id)
+            return run_backward(*args) or ()
+        finally:
+            set_graph_exec_group(None)
 
 
-def run_graph(roots: Gradients, reach: Reach, keep_graph: bool) -> Gradients:
+def run_graph(roots: Gradients, reach: Reach, keep_graph: bool, create_graph: bool) -> Gradients:
     """Run all nodes that the roots reach; returns the gradients at leaves and recv nodes.
 
     All hooks run, except for those of the leaves' nodes.
@@ -303,11 +390,14 @@ def run_graph(roots: Gradients, reach: Reach, keep_graph: bool) -> Gradients:
         return roots  # the engine would return them unchanged
     if not roots:
         return {}
-    if not reach.leaves and len(reach.nodes) > _FEW and all(node.on_cpu for node, _ in reach.receives):
-        return _run_to_the_end(roots, keep_graph)
+    if reach.is_pruned or create_graph:
+        if not reach.sinks:
+            return {}
+    elif not reach.leaves and len(reach.nodes) > _FEW and all(node.on_cpu for node, _ in reach.receives):
+        return _run_to_the_end(roots, reach, keep_graph)
     gradients: Gradients = {}
     hooked: set[Node] = set()
-    captured = _run_engine(roots, reach.sink_edges, keep_graph)
+    captured = _run_engine(roots, reach.sink_edges, keep_graph, create_graph)
     for edge, gradient in zip(reach.sinks, captured, strict=True):
         if gradient is not None:
             gradients[edge] = gradient
@@ -315,31 +405,36 @@ def run_graph(roots: Gradients, reach: Reach, keep_graph: bool) -> Gradients:
         if node.is_hooked:
             hooked.add(node)
     for node in hooked:
-        _run_hooks(node, gradients)
+        _run_hooks(node, gradients, create_graph)
     return gradients
 
 
-def _run_to_the_end(roots: Gradients, keep_graph: bool) -> Gradients:
+def _run_to_the_end(roots: Gradients, reach: Reach, keep_graph: bool) -> Gradients:
     """Run a graph without leaves. The engine needs no sinks, because recv nodes record their gradients; with sinks it
     is slower in large graphs.
     """
     outer, noting.gradients = noting.gradients, {}
     try:
-        _run_engine(roots, (), keep_graph)
+        _run_engine(roots, (), keep_graph, create_graph=False)
+        if not noting.gradients.keys() <= reach.receives:
+            raise UsageError(
+                "A backward function ran a backward pass of its own, which came to a call. Such a pass does not go on "
+                "at other workers. Use torch.utils.checkpoint for functions that make calls, or keep calls out of it."
+            )
         return noting.gradients
     finally:
         noting.gradients = outer
 
 
-def _run_hooks(node: Node, gradients: Gradients) -> None:
+def _run_hooks(node: Node, gradients: Gradients, create_graph: bool) -> None:
     """Run the hooks of a recv node at which the engine stopped."""
     came = tuple([gradients.pop((node, index), None) for index in range(node.count)])
     if any(gradient is not None for gradient in came):
         in_front, behind = hooks_of(node)
         if in_front:
-            came = run_in_front(in_front, came)
+            came = run_in_front(in_front, came, create_graph)
         if behind:
-            run_behind(behind, (None,), came)
+            run_behind(behind, (None,), came, create_graph)
         for index, gradient in enumerate(came):
             if gradient is not None:
                 gradients[node, index] = gradient
@@ -354,11 +449,13 @@ def put(edge: Edge, gradient: torch.Tensor, gradients: Gradients) -> None:
 class _Execution:
     """Runs units of a graph whose sources share nodes. Runs must not overlap; the state machine ensures it."""
 
-    def __init__(self, plan: Plan, keep_graph: bool) -> None:
+    def __init__(self, plan: Plan, keep_graph: bool, create_graph: bool) -> None:
         self._plan = plan
         self._keep_graph = keep_graph
+        self._create_graph = create_graph
         self._pending: dict[int, Gradients] = {}  # gradients for units that are not ready
         self._ready: set[int] = set()
+        self._captured: Gradients = {}  # at nodes that this run has executed one by one
 
     def run(self, start: Iterable[tuple[Edge, Gradient]], reach: Reach | None, units: Iterable[int]) -> Gradients:
         """Feed gradients to the graph and run the nodes that are ready.
@@ -385,8 +482,12 @@ class _Execution:
                 roots = self._by_hand(roots)
                 is_new = False
             if not is_new or reach is None:
-                reach = reach_from(roots, None)
-        return run_graph(roots, reach, self._keep_graph) if reach is not None else {}
+                reach = self._plan.reach_from(roots)
+        gradients = run_graph(roots, reach, self._keep_graph, self._create_graph) if reach is not None else {}
+        if self._captured:
+            gradients = gradients | self._captured
+            self._captured.clear()
+        return gradients
 
     def _waits(self, node: Node) -> bool:
         unit = self._plan.unit_of.get(node)
@@ -412,6 +513,8 @@ class _Execution:
             inputs.get(edge[0], others)[edge] = gradient
         for node in order:
             came = inputs[node]
+            for edge in self._plan.captures.intersection(came):
+                self._captured[edge] = came[edge]
             if came:
                 outputs = self._run_one(node, came)
                 for edge, output in zip(node.next_functions, outputs, strict=True):
@@ -437,7 +540,7 @@ class _Execution:
         handle = node.register_hook(take)
         try:
             sinks = tuple([GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None])
-            _run_engine(roots, sinks, self._keep_graph)
+            _run_engine(roots, sinks, self._keep_graph, self._create_graph)
         except _Stop:
             pass
         finally:

@@ -7,7 +7,7 @@ node as long as something refers to it; the sets here do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.autograd.graph import GradientEdge
@@ -22,11 +22,21 @@ Edge = tuple[Node, int]  # an input of a node
 
 
 class Reach:
-    """The nodes that some edges reach. ``receives`` has one edge for each used tensor of a recv node."""
+    """The nodes that some edges reach. ``receives`` has one edge for each used tensor of a recv node.
 
-    __slots__ = ("is_leaves_alone", "leaves", "nodes", "receives", "sink_edges", "sinks", "targets")
+    A pruned one has only the nodes that lead to what is wanted: ``captures``, and recv nodes of needed messages.
+    """
 
-    def __init__(self, nodes: set[Node], leaves: list[Node], receives: set[Edge], targets: dict[Target, Node]) -> None:
+    __slots__ = ("is_leaves_alone", "is_pruned", "leaves", "nodes", "receives", "sink_edges", "sinks", "targets")
+
+    def __init__(
+        self,
+        nodes: set[Node],
+        leaves: list[Node],
+        receives: set[Edge],
+        targets: dict[Target, Node],
+        captures: Iterable[Edge] | None = None,
+    ) -> None:
         self.nodes = nodes
         self.leaves = leaves
         self.receives = receives
@@ -40,6 +50,11 @@ class Reach:
         for edge in receives:
             sinks.append(edge)
             sink_edges.append(GradientEdge(*edge))
+        self.is_pruned = captures is not None
+        for edge in captures or ():
+            if edge not in receives and type(edge[0]) is not LEAF_TYPE:
+                sinks.append(edge)
+                sink_edges.append(GradientEdge(*edge))
         self.sinks = sinks
         self.sink_edges = tuple(sink_edges)  # leaves and recv nodes, in the form that torch's engine takes
 
@@ -52,12 +67,15 @@ def union_of(reaches: Sequence[Reach]) -> Reach:
     leaves: dict[Node, None] = {}
     receives: set[Edge] = set()
     targets: dict[Target, Node] = {}
+    captures: set[Edge] | None = None
     for reach in reaches:
         nodes |= reach.nodes
         leaves.update(dict.fromkeys(reach.leaves))
         receives |= reach.receives
         targets |= reach.targets
-    return Reach(nodes, list(leaves), receives, targets)
+        if reach.is_pruned:
+            captures = (captures or set()).union(reach.sinks)
+    return Reach(nodes, list(leaves), receives, targets, captures)
 
 
 def reach_from(edges: Iterable[Edge], context_id: int | None) -> Reach:
@@ -100,8 +118,28 @@ def _wrong_context(node: Node, context_id: int) -> UsageError:
     )
 
 
+def leading_to(edges: Iterable[Edge], ends: Callable[[Node], bool]) -> set[Node]:
+    """The nodes behind these edges that are ends, or lead to one."""
+    leads: dict[Node, bool] = {}
+    stack: list[tuple[Node, bool]] = [(node, False) for node, _ in edges if node is not None]
+    while stack:
+        node, is_done = stack.pop()
+        if is_done:
+            leads[node] = ends(node) or any(leads[n] for n, _ in node.next_functions if n is not None)
+        elif node not in leads:
+            is_last = type(node) in (LEAF_TYPE, RECEIVE_TYPE)
+            leads[node] = is_last and ends(node)
+            if not is_last:
+                stack.append((node, True))
+                stack.extend([(n, False) for n, _ in node.next_functions if n is not None])
+    return {node for node, is_leading in leads.items() if is_leading}
+
+
 class Plan:
     """How the sources of a worker share its graph."""
+
+    captures: frozenset[Edge] = frozenset()
+    """Where gradients are taken without an end of the graph there."""
 
     def __init__(self, sources: Mapping[int, Reach]) -> None:
         self.sources = sources
@@ -136,9 +174,46 @@ class Plan:
                 number = numbers[sharers] = len(targets)
                 targets.append([])
             self.unit_of[node] = number
-            if type(node) is RECEIVE_TYPE:
+            if type(node) is RECEIVE_TYPE and node.target in self.sources[min(sharers)].targets:
                 targets[number].append(node.target)
         self.units = [Unit(sharers, tuple(targets[number])) for sharers, number in numbers.items()]
 
     def nodes(self) -> set[Node]:
         return set().union(*[reach.nodes for reach in self.sources.values()])
+
+    def reach_from(self, edges: Iterable[Edge]) -> Reach:
+        """What these edges reach, which are edges of the plan's graph."""
+        return reach_from(edges, None)
+
+
+class PrunedPlan(Plan):
+    """The plan of a pass that computes only some gradients: nodes that lead to none of them are left out.
+
+    Args:
+        reaches: what each source that is needed reaches.
+        captures: the edges whose gradients are wanted.
+        targets: the sends of other workers, and of this one, that are needed.
+    """
+
+    def __init__(
+        self, reaches: Mapping[int, tuple[Sequence[Edge], Reach]], captures: Iterable[Edge], targets: Iterable[Target]
+    ) -> None:
+        self.captures = frozenset(captures)
+        self._ends = {node for node, _ in self.captures}
+        self._targets = frozenset(targets)
+        edges = [edge for some, _ in reaches.values() for edge in some]
+        self._leading = leading_to(edges, self._is_end)
+        super().__init__({source: self._pruned(reach) for source, (_, reach) in reaches.items()})
+
+    def _is_end(self, node: Node) -> bool:
+        return node in self._ends or (type(node) is RECEIVE_TYPE and node.target in self._targets)
+
+    def _pruned(self, reach: Reach) -> Reach:
+        nodes = reach.nodes & self._leading
+        leaves = [node for node in reach.leaves if node in nodes]
+        receives = {edge for edge in reach.receives if edge[0].target in self._targets}
+        targets = {target: node for target, node in reach.targets.items() if target in self._targets}
+        return Reach(nodes, leaves, receives, targets, [edge for edge in self.captures if edge[0] in nodes])
+
+    def reach_from(self, edges: Iterable[Edge]) -> Reach:
+        return self._pruned(reach_from(edges, None))

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
+
 from farprop.protocol.backward import ROOTS, CreditShare, Target
 from farprop.protocol.events import GRADIENTS
 from farprop.runtime.autograd.engine import LocalPass
@@ -118,12 +120,32 @@ class GradientReply:
         """Add credit that returns to the origin, which is the caller."""
         self._credit = share if self._credit is None else self._credit.plus(share)
 
-    def encode(self, encode_call: EncodeCall, local: LocalPass) -> Message:
+    def encode(self, encode_call: EncodeCall, local: LocalPass, to: int) -> Message:
         began = time.monotonic() if recorder.is_on else 0.0
-        message = encode_gradients(encode_call, GradientAnswer(self._parts, self._credit).pack(), self._gradients)
+        head = GradientAnswer(self._parts, self._credit).pack()
+        if local.create_graph:
+            message = encode_recorded(encode_call, local, to, head, self._gradients)
+        else:
+            message = encode_gradients(encode_call, head, self._gradients)
         if began and self._parts:
             record_gradients(local, self._parts, began)
         return message
+
+
+def encode_recorded(
+    encode_call: EncodeCall, local: LocalPass, to: int, head: bytes, gradients: Sequence[Gradient]
+) -> Message:
+    """Encode gradients of a recorded pass for a worker. The message has a send node, and will have a recv node."""
+    tensors: list[torch.Tensor] = []
+
+    def collect(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Message:
+        tensors.clear()  # an earlier try may have filled it
+        return encode_call(function, args, kwargs, tensors)
+
+    with torch.enable_grad():  # gradients that have to be copied are
+        message = encode_gradients(collect, head, gradients)
+        local.record(message, to, tensors)
+    return message
 
 
 def record_gradients(local: LocalPass, parts: Sequence[GradientPart], began: float) -> None:

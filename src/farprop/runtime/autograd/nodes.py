@@ -62,6 +62,13 @@ def is_recorded() -> bool:
     return not is_key_excluded(AUTOGRAD_KEY)
 
 
+def edge_of(tensor: torch.Tensor, held: list[torch.Tensor]) -> tuple[Any, int]:
+    """The edge that a tensor's gradient arrives at. ``held`` gets what keeps the node of a leaf alive."""
+    if tensor.grad_fn is None or is_view(tensor):
+        return _edge_of(tensor, held)
+    return tensor.grad_fn, tensor.output_nr
+
+
 def _end_of(tensor: torch.Tensor, held: list[torch.Tensor]) -> Any:
     """The tensor's edge; the tensor itself if it is a leaf and torch does not record."""
     # Reading a view's grad_fn takes a lock of torch's while the interpreter's lock is held. Another thread that uses

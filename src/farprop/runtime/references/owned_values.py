@@ -22,7 +22,7 @@ from farprop.protocol.references.records import Fork, OwnedValue, Value
 from farprop.runtime.references.control_sender import ControlTransport
 from farprop.runtime.references.guarded_machine import GuardedMachine
 from farprop.runtime.sync import OneShot, awaited_by
-from farprop.runtime.thread_pool import pool_of_this_thread
+from farprop.runtime.thread_pool import check_may_block, pool_of_this_thread
 
 _REMEMBERED = 1000  # far more than the requests of one worker that are read and not run yet
 # One for all slots, which are many: it is never held for longer than a few lines.
@@ -117,6 +117,7 @@ class ValueSlot:
         """
         if self.done:
             return True
+        check_may_block("Waiting for the value of a reference")
         filled = OneShot()
         self.when_done(filled.set)
         pool = pool_of_this_thread()

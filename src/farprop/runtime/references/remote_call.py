@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from farprop.errors import CallCancelledError
 from farprop.locks import make_lock
 from farprop.protocol.references.records import OwnedValue, UserReference
+from farprop.runtime.autograd.contexts import Context
+from farprop.runtime.client_connection import ClientConnection
 from farprop.runtime.future_call import FutureCall
 from farprop.runtime.futures import Future
 from farprop.runtime.profiling import CallProfile
@@ -34,6 +37,7 @@ class RemoteCall(FutureCall):
         "item",
         "keep",
         "quick",
+        "sent",
         "subject",
     )
 
@@ -55,9 +59,20 @@ class RemoteCall(FutureCall):
         self._references = references
         self._profile = profile
         self._dialect = dialect
+        # Once it was sent: the connection, its id there, and its autograd context.
+        self.sent: tuple[ClientConnection, int, Context | None] | None = None
         self._done = False
         self._error: Exception | None = None
         self._future: Future | None = None
+
+    def read(self, until: float | None = None) -> None:
+        """The loop reads: the answer completes more than the future."""
+
+    def cancel(self) -> bool:
+        if self.sent is None:
+            return False
+        connection, call_id, _ = self.sent
+        return connection.cancel(self, call_id)
 
     def finish(self, answer: Message | None, error: Exception | None) -> None:
         if self._profile is not None:
@@ -71,6 +86,8 @@ class RemoteCall(FutureCall):
 
     def fail(self, error: Exception, sent: bool = True) -> None:
         """The call got no answer, or a failure. ``sent``: it may have reached the owner."""
+        if type(error) is CallCancelledError and self.sent is not None and self.sent[2] is not None:
+            self.sent[2].on_cancelled(self.origin[2])
         self._end(error, lambda record: self._references.users.creation_failed(record, error, sent))
 
     def _end(self, error: Exception | None, tell: Callable[[UserReference], None]) -> None:
@@ -86,7 +103,11 @@ class RemoteCall(FutureCall):
             self._done = True
             self._error = error
             future = self._future
-        if future is not None:
+        if future is None:
+            return
+        if type(error) is CallCancelledError:
+            self._complete(future)  # on the thread of the program that cancels it
+        else:
             self._references.submit(self._complete, future)  # its callbacks are the user's
 
     def future(self) -> Future:
@@ -96,6 +117,8 @@ class RemoteCall(FutureCall):
                 return self._future
             future = self._future = Future()
             done = self._done
+            if not done:
+                future.call = self
         if done:
             self._complete(future)
         return future
@@ -105,5 +128,8 @@ class RemoteCall(FutureCall):
             return  # the call ended twice: an interrupt came the first time
         if self._error is None:
             future.set_result(None)
+        elif type(self._error) is CallCancelledError:
+            future.set_cancelled(self._error)
         else:
             future.set_exception(self._error)
+        future.on_call_ended()

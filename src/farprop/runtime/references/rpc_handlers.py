@@ -12,7 +12,7 @@ from farprop._torch import Future
 from farprop.errors import UsageError
 from farprop.ids import GlobalId
 from farprop.protocol.references.records import ValueData
-from farprop.runtime.async_results import Deferred, not_a_future
+from farprop.runtime.async_results import Deferred, not_a_future, stop_of
 from farprop.runtime.autograd.driver import BackwardDriver
 from farprop.runtime.references.owned_values import ValueSlot
 from farprop.runtime.references.rref_context import RRefContext
@@ -61,11 +61,16 @@ class OwnerMethods:
 
     def invoke_on(self, slot: ValueData, method: str, args: Any, kwargs: Any) -> Any:
         function = self._dialect.method_of(slot.get(), method)
-        result = function(*args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except TypeError:
+            if callable(function):
+                raise
+            raise _no_method(slot.get(), method, function) from None
         if hasattr(function, "_wrapped_async_rpc_function"):
             if not isinstance(result, Future):
                 raise not_a_future(function, result)
-            return Deferred(lambda done: result.add_done_callback(lambda _: done()), result.wait)
+            return Deferred(lambda done: result.add_done_callback(lambda _: done()), result.wait, stop_of(result))
         return result
 
     def backward(
@@ -74,6 +79,14 @@ class OwnerMethods:
         """Run the backward pass from the value, for ``RRef.backward``."""
         slot = self._slot(created_on, local_id, exists)
         return when_done(slot, lambda: self._backward(slot.get(), context_id, retain_graph))
+
+
+def _no_method(value: Any, name: str, found: Any) -> TypeError:
+    kind = type(value).__qualname__
+    return TypeError(
+        f"{name!r} of a {kind} is a {type(found).__qualname__}, and not callable. A proxy of a reference has methods "
+        f"only. To read an attribute, call a function on the owner: lambda rref: rref.local_value().{name}."
+    )
 
 
 def when_done(slot: ValueData, then: Callable[[], Any]) -> Any:
