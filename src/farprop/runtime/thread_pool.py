@@ -236,7 +236,7 @@ class ThreadPool:
             if coming:
                 self._coming -= 1
             requests, queue = self.requests, self._queue
-            if not requests:
+            if not requests or self._running >= self._limit:
                 return  # another thread was faster
             in_turn = queue.dealt or len(requests) > LONG
             _, function, args = queue.pop_sorted() if in_turn else requests.popleft()
