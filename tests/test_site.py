@@ -124,6 +124,14 @@ def test_migration_has_every_name_of_torch(module: ModuleType) -> None:
 # Drawings
 
 
+def test_pages_of_a_section_are_in_its_table() -> None:
+    navigation = runpy.run_path(str(DOCS / "conf.py"))["navigation"]
+    for section in ("tutorial/index", "howto/index", "guides/index", "explanation/index", "project/index"):
+        page = DOCS / f"{section}.md"
+        linked = {(page.parent / link).resolve() for link in re.findall(r"\]\(([^)#]+\.md)", page.read_text())}
+        assert {DOCS / f"{below}.md" for below in navigation[section]} <= linked, section
+
+
 def test_drawings_are_those_of_the_program(tmp_path: Path) -> None:
     names = runpy.run_path(str(DOCS / "drawings.py"))
     names["draw_all"](tmp_path)
