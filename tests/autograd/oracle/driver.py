@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import traceback
 from collections import Counter
@@ -119,5 +120,7 @@ def run_seeds(job: Cluster, seeds: Sequence[int], at_once: int = WORLD, seconds:
 
 
 def wait_until_all_empty(job: Cluster) -> None:
+    for rank in range(WORLD):
+        job.run(rank, gc.collect)  # a cycle on one worker may hold a value of another
     for rank in range(WORLD):
         job.run(rank, wait_until_empty)

@@ -1,8 +1,8 @@
 """What training programs wrap around autograd, around some of the programs: checkpoints, autocast, clipping.
 
-The seed decides, for programs with first derivatives. Checkpoints are there on workers only, because they must not
-change anything. Autocast changes the operator ``mixed``, and clipping all gradients, so these are there in one process,
-too.
+The seed decides. Checkpoints are there on workers only, because they must not change anything, and for derivatives of
+any order. Autocast changes the operator ``mixed``, and clipping all gradients, so these are there in one process, too;
+they are for programs with first derivatives.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_NORM = 0.75
 def is_checkpointed(program: Program) -> bool:
     """Whether calls are made inside of checkpoints. Hooks of a block that runs again would be registered again."""
     has_hooks = any(step[0] == "hook" for block in program.blocks for step in block.steps)
-    return program.seed % 3 == 1 and not has_hooks and program.higher is None
+    return program.seed % 3 == 1 and not has_hooks
 
 
 def checkpointed(call: Callable[..., list[Any]], number: int, values: list[Any]) -> list[Any]:
