@@ -276,6 +276,32 @@ def test_called_functions_may_change_their_arguments(workers: Cluster) -> None:
     workers.run(0, _changes_in_place)
 
 
+def _change_one(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Its arguments are one tensor, and so are its results."""
+    x.mul_(2)
+    z = torch.sin(x) * torch.sin(y)
+    return z, z
+
+
+def _one_tensor_twice() -> None:
+    expected, _ = _expected(lambda x: torch.sin(2 * torch.sin(2 * x) ** 2) ** 2 + 0 * WEIGHT)
+    with dist_autograd.context() as context_id:
+        x = _input()
+
+        def region(a: torch.Tensor) -> torch.Tensor:
+            b, c = rpc.rpc_sync("worker1", _change_one, (a, a))
+            b.mul_(2)
+            return torch.sin(b) * torch.sin(c)
+
+        y = checkpoint(region, x, use_reentrant=False)
+        dist_autograd.backward(context_id, [y.sum()])
+        torch.testing.assert_close(dist_autograd.get_gradients(context_id)[x], expected)
+
+
+def test_a_tensor_that_is_sent_twice_is_one_tensor_in_both_runs(workers: Cluster) -> None:
+    workers.run(0, _one_tensor_twice)
+
+
 def _nested() -> None:
     expected, _ = _expected(lambda x: layer(torch.sin(layer(x))))
     with dist_autograd.context() as context_id:

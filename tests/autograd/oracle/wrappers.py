@@ -30,10 +30,22 @@ def checkpointed(call: Callable[..., list[Any]], number: int, values: list[Any])
     requires_grad = any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
     def region(*given: Any) -> tuple[Any, ...]:
-        return tuple(_same(result) for result in call(list(given)))
+        return tuple(_each_once(_same, call(list(given))))
 
+    # Copies, because a checkpoint needs its inputs again, and the program may change its tensors in place meanwhile.
+    inputs = _each_once(_copied, values)
     # Without an input that requires grad, torch's reentrant kind computes no gradients at all.
-    return list(checkpoint(region, *values, use_reentrant=requires_grad and number % 2 == 1))
+    return list(checkpoint(region, *inputs, use_reentrant=requires_grad and number % 2 == 1))
+
+
+def _each_once(change: Callable[[Any], Any], values: list[Any]) -> list[Any]:
+    """Change each value. One that is there twice stays one."""
+    changed = {id(value): change(value) for value in values}
+    return [changed[id(value)] for value in values]
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _same(result: Any) -> Any:
