@@ -30,6 +30,26 @@ def test_gradients_along_paths_of_workers(workers: Cluster, path: list[str]) -> 
     workers.run(0, _backward_along, path)
 
 
+def _none_of(x: torch.Tensor) -> torch.Tensor:
+    return x[:0]
+
+
+def _backward_of_nothing(first: str, second: str) -> None:
+    a = torch.rand(3, requires_grad=True)
+    with autograd.context() as context_id:
+        nothing = rpc.rpc_sync(first, _none_of, args=(a,))
+        something = rpc.rpc_sync(second, torch.mul, args=(a, 3))
+        for roots in ([nothing.sum() + something.sum()], [something.sum() + nothing.sum()]):
+            autograd.backward(context_id, roots, retain_graph=True)
+        assert torch.equal(autograd.get_gradients(context_id)[a], torch.full((3,), 6.0))
+
+
+@pytest.mark.parametrize(("first", "second"), [("worker1", "worker2"), ("worker2", "worker1")])
+def test_gradients_without_elements_go_to_their_own_worker(workers: Cluster, first: str, second: str) -> None:
+    """They need no room in a message, and must not be sent along with those for another worker."""
+    workers.run(0, _backward_of_nothing, first, second)
+
+
 def _backward_without_collectors() -> None:
     a = torch.rand(2, 2, requires_grad=True)
     with autograd.context() as context_id:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import farprop.autograd as dist_autograd
 import farprop.rpc as rpc
 from farprop.errors import UsageError
-from farprop.runtime.agent_registry import current_agent
+from tests.references.looking import all_empty, owned
 from tests.support.workers import Cluster
 
 WEIGHT = torch.linspace(0.5, 1.5, 6, dtype=torch.float64).requires_grad_()
@@ -183,11 +183,6 @@ def _count_and_neg(x: torch.Tensor) -> torch.Tensor:
     return -x
 
 
-def _owned_values() -> int:
-    gc.collect()
-    return len(current_agent().references.values)
-
-
 def _references() -> None:
     made: list[Any] = []
     with dist_autograd.context() as context_id:
@@ -222,6 +217,51 @@ def test_references_and_failed_calls_are_made_once(workers: Cluster) -> None:
     workers.run(0, _references)
 
 
+def _sin_and_reference(x: torch.Tensor) -> torch.Tensor:
+    """Makes a reference in a region: the region keeps it, and the graph keeps the region."""
+    rpc.remote("worker2", torch.ones, (2,))
+    return torch.sin(torch.sin(x))
+
+
+class _Holding(torch.autograd.Function):
+    """Its node keeps a reference."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.reference = rpc.remote("worker2", torch.ones, (2,))
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 1
+
+
+def _node_with_reference(x: torch.Tensor) -> torch.Tensor:
+    return torch.sin(_Holding.apply(x))  # type: ignore[no-untyped-call]
+
+
+def _graphs_with_references(is_checkpointed: bool, order: int) -> None:
+    with dist_autograd.context() as context_id:
+        x = _input()
+        if is_checkpointed:
+            y = checkpoint(lambda z: rpc.rpc_sync("worker1", _sin_and_reference, (z,)), x, use_reentrant=False)
+        else:
+            y = rpc.rpc_sync("worker1", _node_with_reference, (x,))
+        root = torch.sin(y).sum()
+        for number in range(order):
+            dist_autograd.backward(context_id, [root], create_graph=number < order - 1)
+            root = dist_autograd.get_gradients(context_id)[x].sum()
+        assert rpc.rpc_sync("worker2", owned) == 1
+
+
+@pytest.mark.parametrize("is_checkpointed", [True, False])
+@pytest.mark.parametrize("order", [0, 1, 2, 3])
+def test_references_of_a_graph_end_with_the_context(workers: Cluster, is_checkpointed: bool, order: int) -> None:
+    """A reference has the context that it was made in, and the context has the graph that has the reference."""
+    workers.run(0, _graphs_with_references, is_checkpointed, order)
+    all_empty(workers)
+
+
 def _changes_in_place() -> None:
     expected, of_weight = _expected(lambda x: changing(x * 1))
     with dist_autograd.context() as context_id:
@@ -234,6 +274,32 @@ def _changes_in_place() -> None:
 
 def test_called_functions_may_change_their_arguments(workers: Cluster) -> None:
     workers.run(0, _changes_in_place)
+
+
+def _change_one(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Its arguments are one tensor, and so are its results."""
+    x.mul_(2)
+    z = torch.sin(x) * torch.sin(y)
+    return z, z
+
+
+def _one_tensor_twice() -> None:
+    expected, _ = _expected(lambda x: torch.sin(2 * torch.sin(2 * x) ** 2) ** 2 + 0 * WEIGHT)
+    with dist_autograd.context() as context_id:
+        x = _input()
+
+        def region(a: torch.Tensor) -> torch.Tensor:
+            b, c = rpc.rpc_sync("worker1", _change_one, (a, a))
+            b.mul_(2)
+            return torch.sin(b) * torch.sin(c)
+
+        y = checkpoint(region, x, use_reentrant=False)
+        dist_autograd.backward(context_id, [y.sum()])
+        torch.testing.assert_close(dist_autograd.get_gradients(context_id)[x], expected)
+
+
+def test_a_tensor_that_is_sent_twice_is_one_tensor_in_both_runs(workers: Cluster) -> None:
+    workers.run(0, _one_tensor_twice)
 
 
 def _nested() -> None:

@@ -243,7 +243,7 @@ class Calls:
                 message.record = CallRecord(REMOTE_CALL, began, message, args, decodes=False, waits=False)
             sending = True
             connection.call_async(message, call)
-            call.sent = connection, message.call_id, context
+            call.on_sent(connection, message.call_id, context)
         except (ConnectionLostError, OverloadedError, InjectedFaultError) as error:
             self._after_failed_send(message, error)
             if not sending:  # encoding an argument failed

@@ -41,7 +41,7 @@ class Outcome:
 
     def keep(self, value: _T) -> _T:
         """Note the result of the call; returns it. The program may change it, so tensors are copied."""
-        self._value = tree_map(_kept, value)
+        self._value = _mapped(value, torch.Tensor, _Kept)
         self.pending = None
         return value
 
@@ -64,7 +64,7 @@ class Outcome:
             torch.set_rng_state(self._random)
         if self._error is not None:
             raise renewed(self._error)
-        return tree_map(_replayed, self._value)
+        return _mapped(self._value, _Kept, _Kept.replayed)
 
     def complete(self, future: Any) -> None:
         """Complete a future with the outcome."""
@@ -86,19 +86,28 @@ class _Kept:
     """A tensor of a result."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.requires_grad = tensor.requires_grad
-        self.tensor = tensor.detach().clone()
+        self._requires_grad = tensor.requires_grad
+        self._tensor = tensor.detach().clone()
+
+    def replayed(self) -> torch.Tensor:
+        # Not a leaf of the graph, so that it may be changed in place, as in the first run.
+        return self._tensor.detach().requires_grad_().clone() if self._requires_grad else self._tensor.clone()
 
 
-def _kept(leaf: Any) -> Any:
-    return _Kept(leaf) if isinstance(leaf, torch.Tensor) else leaf
+def _mapped(tree: Any, kind: type[_T], make: Callable[[_T], Any]) -> Any:
+    """A copy of a tree, with ``make(leaf)`` for leaves of this kind. A leaf that is there twice is made once: if one of
+    them is changed in place, so is the other.
+    """
+    made: dict[int, Any] = {}
 
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, kind):
+            return leaf
+        if id(leaf) not in made:
+            made[id(leaf)] = make(leaf)
+        return made[id(leaf)]
 
-def _replayed(leaf: Any) -> Any:
-    if not isinstance(leaf, _Kept):
-        return leaf
-    # Not a leaf of the graph, so that it may be changed in place, as in the first run.
-    return leaf.tensor.detach().requires_grad_().clone() if leaf.requires_grad else leaf.tensor.clone()
+    return tree_map(one, tree)
 
 
 class Region:
@@ -186,16 +195,14 @@ def region_here() -> Region | None:
 
 def run_as_region(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a called function as a region of this worker. It may change its arguments: the second run gets them again."""
-    return checkpoint(partial(_run_on_copies, function, kwargs), *args, use_reentrant=False)
+    # As one argument: torch would unpack a tensor that is there twice as two.
+    return checkpoint(_run_on_copies, (function, args, kwargs), use_reentrant=False)
 
 
-def _run_on_copies(function: Callable[..., Any], kwargs: dict[str, Any], *args: Any) -> Any:
-    copies, named = tree_map(_copied, (args, kwargs))
+def _run_on_copies(call: tuple[Callable[..., Any], Any, dict[str, Any]]) -> Any:
+    function, args, kwargs = call
+    copies, named = _mapped((args, kwargs), torch.Tensor, torch.clone)
     return function(*copies, **named)
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 # What farprop puts in the place of torch's functions

@@ -15,9 +15,9 @@ import farprop.rpc as rpc
 from farprop.errors import UsageError
 from farprop.optim import clip_grad_norm_
 from tests.autograd.oracle import wrappers
-from tests.autograd.oracle.interpreter import Interpreter, as_list, as_result, retained_of, scalar_of
+from tests.autograd.oracle.interpreter import Interpreter, as_list, as_result, scalar_of
 from tests.autograd.oracle.outcome import Outcome
-from tests.autograd.oracle.program import Program
+from tests.autograd.oracle.program import Program, prunes
 
 _numbers = itertools.count()
 _interpreters: dict[str, WorkerInterpreter] = {}
@@ -93,7 +93,7 @@ class WorkerInterpreter(Interpreter):
 
     def outcome(self, context_id: int) -> Outcome:
         """This worker's part of the outcome, after the passes."""
-        found = Outcome(log=self.log, retained=retained_of(self))
+        found = Outcome(log=self.log, retained=self.retained)
         try:
             gradients = dist_autograd.get_gradients(context_id)
         except UsageError:
@@ -149,6 +149,17 @@ def _leaf_references(key: str) -> list[rpc.RRef[torch.Tensor]]:
     return [rpc.RRef(leaf) for leaf in _interpreters[key].leaves.values() if leaf.numel()]
 
 
+def _take_retained(key: str, passes: int) -> None:
+    _interpreters[key].take_retained(passes)
+
+
+def _take_all_retained(program: Program, key: str, names: tuple[str, ...], passes: int) -> None:
+    kinds = {step[3][1] for block in program.blocks for step in block.steps if step[0] == "hook"}
+    if "retain" in kinds:
+        for name in names:
+            rpc.rpc_sync(name, _take_retained, args=(key, passes))
+
+
 def _settle(key: str) -> int:
     return _interpreters[key].settle()
 
@@ -195,18 +206,22 @@ def _run_passes(
     program: Program, context_id: int, roots: list[Any], key: str, names: tuple[str, ...], total: Outcome
 ) -> None:
     higher = program.higher
-    for one in program.passes if higher is None else program.passes[:-1]:
+    for number, one in enumerate(program.passes if higher is None else program.passes[:-1], 1):
         chosen = [roots[r] for r in one.roots]
         if isinstance(chosen[0], rpc.RRef):
             chosen[0].backward(context_id, one.keep)
         else:
             dist_autograd.backward(context_id, chosen, one.keep, mode=program.mode)
+        if prunes(program):
+            _take_all_retained(program, key, names, number)
     if higher is not None:
         chosen = [roots[r] for r in program.passes[-1].roots]
         if higher.inputs:
             _grads(program, context_id, chosen, roots, key, names, total)
         else:
             _recorded_passes(program, context_id, chosen, key, names)
+    if not prunes(program):
+        _take_all_retained(program, key, names, 0)
 
 
 def _recorded_passes(program: Program, context_id: int, roots: list[Any], key: str, names: tuple[str, ...]) -> None:
@@ -252,6 +267,7 @@ def _grads(
         gradients = dist_autograd.grad(
             context_id, roots, inputs, create_graph=more, retain_graph=True, allow_unused=True
         )
+        _take_all_retained(program, key, names, len(program.passes) - 1 + derivative)
         here = [gradient.to_here() if isinstance(gradient, rpc.RRef) else gradient for gradient in gradients]
         total.derivatives.append([None if gradient is None else gradient.detach() for gradient in here])
         roots = []

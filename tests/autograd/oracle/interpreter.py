@@ -22,6 +22,7 @@ class Interpreter:
         self.rank = rank
         self.leaves: dict[int, Tensor] = {}
         self.log: list[Call] = []
+        self.retained: dict[Retained, Tensor | None] = {}
         self.kept: list[Any] = []
         self.keeps_nodes = False
         self._hooked = hooked
@@ -65,6 +66,15 @@ class Interpreter:
                     for hook, kind, factor in leaf.hooks:
                         register(made, kind, hook, factor, self.log, self.kept)
             return self.leaves[number]
+
+    def take_retained(self, passes: int) -> None:
+        """Note the gradients that tensors retain after so many passes, so that the next pass begins with none."""
+        for hook, tensor in self.kept:
+            if hook >= 0:
+                self.retained[Retained(hook, passes)] = None if tensor.grad is None else tensor.grad.detach()
+        for hook, tensor in self.kept:  # two hooks may be of one tensor
+            if hook >= 0:
+                tensor.grad = None
 
     def run(self, block: int, values: Sequence[Any]) -> list[Any]:
         code = self.program.blocks[block]
@@ -130,12 +140,6 @@ def as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def retained_of(interpreter: Interpreter) -> dict[int, Tensor | None]:
-    """The gradients that tensors retain, by hook."""
-    retained = {number: tensor.grad for number, tensor in interpreter.kept if number >= 0}
-    return {number: None if gradient is None else gradient.detach() for number, gradient in retained.items()}
-
-
 def scalar_of(gradients: Sequence[Tensor | None]) -> Tensor | None:
     """A scalar to differentiate again, of the gradients that have a graph. Scaled, so that numbers stay small."""
     total: Tensor | None = None
@@ -149,6 +153,13 @@ def scalar_of(gradients: Sequence[Tensor | None]) -> Tensor | None:
         term = (scaled * scaled + scaled).sum()
         total = term if total is None else total + term
     return total
+
+
+class Retained(NamedTuple):
+    """Where a gradient was retained: by which hook, and after how many passes."""
+
+    hook: int
+    passes: int
 
 
 # A factor of 0 means that the hook leaves the gradient as it is.

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from tests.autograd.oracle import wrappers
-from tests.autograd.oracle.interpreter import Interpreter, retained_of, scalar_of
+from tests.autograd.oracle.interpreter import Interpreter, scalar_of
 from tests.autograd.oracle.outcome import Outcome
-from tests.autograd.oracle.program import Program
+from tests.autograd.oracle.program import Program, prunes
 
 Tensor = torch.Tensor
 
@@ -98,6 +98,7 @@ def _grads(
         more = derivative < order
         gradients = torch.autograd.grad(roots, inputs, create_graph=more, retain_graph=True, allow_unused=True)
         outcome.derivatives.append(list(gradients))
+        _take_retained(interpreters, len(program.passes) - 1 + derivative)
         by_worker = [
             [g for n, g in zip(leaves, gradients, strict=False) if places[n] == w] for w in range(len(interpreters))
         ]
@@ -105,6 +106,11 @@ def _grads(
         roots = [scalar.clone() for scalar in map(scalar_of, by_worker) if scalar is not None]
         if not roots:
             return
+
+
+def _take_retained(interpreters: list[LocalInterpreter], passes: int) -> None:
+    for interpreter in interpreters:
+        interpreter.take_retained(passes)
 
 
 def run_locally(program: Program) -> Outcome:
@@ -115,8 +121,10 @@ def run_locally(program: Program) -> Outcome:
     outcome = Outcome()
     higher = program.higher
     *earlier, last = program.passes
-    for one in earlier:
+    for number, one in enumerate(earlier, 1):
         _backward(interpreters, [roots[r] for r in one.roots], one.keep, create_graph=False)
+        if prunes(program):
+            _take_retained(interpreters, number)
     chosen = [roots[r] for r in last.roots]
     if higher is None:
         _backward(interpreters, chosen, last.keep, create_graph=False)
@@ -130,13 +138,15 @@ def run_locally(program: Program) -> Outcome:
             chosen = [scalar.clone() for scalar in scalars if scalar is not None]
             if not chosen:
                 break
+    if not prunes(program):
+        _take_retained(interpreters, 0)
     if wrappers.is_clipped(program):
         wrappers.clip(leaf for interpreter in interpreters for leaf in interpreter.leaves.values())
     for interpreter in interpreters:
         outcome.add(
             Outcome(
                 {n: leaf.grad.detach() for n, leaf in interpreter.leaves.items() if leaf.grad is not None},
-                retained_of(interpreter),
+                interpreter.retained,
                 interpreter.log,
             )
         )

@@ -70,6 +70,11 @@ def size(program: Program) -> int:
     return sum(len(block.steps) for block in program.blocks) + sum(len(leaf.hooks) for leaf in program.leaves)
 
 
+def prunes(program: Program) -> bool:
+    """Whether passes compute only some gradients. They may retain more than torch's, so each is looked at by itself."""
+    return program.higher is not None and bool(program.higher.inputs)
+
+
 def text(program: Program) -> str:
     """The blocks that the main block reaches, as readable text."""
     lines = [f"seed {program.seed}, {program.workers} workers, {program.mode}, exact={program.exact}"]

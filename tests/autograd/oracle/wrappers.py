@@ -1,8 +1,8 @@
 """What training programs wrap around autograd, around some of the programs: checkpoints, autocast, clipping.
 
-The seed decides, for programs with first derivatives. Checkpoints are there on workers only, because they must not
-change anything. Autocast changes the operator ``mixed``, and clipping all gradients, so these are there in one process,
-too.
+The seed decides. Checkpoints are there on workers only, because they must not change anything, and for derivatives of
+any order. Autocast changes the operator ``mixed``, and clipping all gradients, so these are there in one process, too;
+they are for programs with first derivatives.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_NORM = 0.75
 def is_checkpointed(program: Program) -> bool:
     """Whether calls are made inside of checkpoints. Hooks of a block that runs again would be registered again."""
     has_hooks = any(step[0] == "hook" for block in program.blocks for step in block.steps)
-    return program.seed % 3 == 1 and not has_hooks and program.higher is None
+    return program.seed % 3 == 1 and not has_hooks
 
 
 def checkpointed(call: Callable[..., list[Any]], number: int, values: list[Any]) -> list[Any]:
@@ -30,10 +30,22 @@ def checkpointed(call: Callable[..., list[Any]], number: int, values: list[Any])
     requires_grad = any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
     def region(*given: Any) -> tuple[Any, ...]:
-        return tuple(_same(result) for result in call(list(given)))
+        return tuple(_each_once(_same, call(list(given))))
 
+    # Copies, because a checkpoint needs its inputs again, and the program may change its tensors in place meanwhile.
+    inputs = _each_once(_copied, values)
     # Without an input that requires grad, torch's reentrant kind computes no gradients at all.
-    return list(checkpoint(region, *values, use_reentrant=requires_grad and number % 2 == 1))
+    return list(checkpoint(region, *inputs, use_reentrant=requires_grad and number % 2 == 1))
+
+
+def _each_once(change: Callable[[Any], Any], values: list[Any]) -> list[Any]:
+    """Change each value. One that is there twice stays one."""
+    changed = {id(value): change(value) for value in values}
+    return [changed[id(value)] for value in values]
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _same(result: Any) -> Any:

@@ -125,7 +125,7 @@ class ContextCleanup:
             if local.machine.active:
                 text = f"Could not find autograd context with id: {context_id}. It has ended, during a backward pass."
                 self._aborter.fail(local, UsageError(text))
-        context.forget_passes()
+        context.forget_all()
         self._contexts.ending.pop(context_id, None)
 
     def release_soon(self, context_id: int) -> None:

@@ -116,6 +116,7 @@ class Context:
         if tensors:
             message_id = self._new_message_id()
             self.sends[message_id] = SendRpcBackward(tensors, placed)
+            self._forget_if_released()
             if recorder.is_on:
                 self.sent[message_id] = sum([tensor.nbytes for tensor in tensors]), time.monotonic()
         call_trace = ""
@@ -157,6 +158,7 @@ class Context:
         node = make_receive(tensors, self.id, Target(sender, head.message_id))
         if node is not None:
             self.receives[head.message_id] = node
+            self._forget_if_released()
             if recorder.is_on:
                 self.arrived[head.message_id] = time.monotonic()
         return value
@@ -198,14 +200,24 @@ class Context:
         with self.lock:
             return list(self.passes.values())
 
-    def forget_passes(self) -> None:
-        """The context has ended. A pass and its context refer to each other: without this they would stay, with graph
-        and gradients, until the garbage collector finds them. Passes that were started here end by themselves.
+    def forget_all(self) -> None:
+        """The context has ended: let go of its graphs, gradients and passes, whoever has the context still.
+
+        Otherwise they could stay for ever. A graph may hold a reference, in a checkpoint or in a function's ``ctx``,
+        whose call has this context: a cycle through torch's graph, which the garbage collector does not see. A pass and
+        its context refer to each other, too. Passes that were started here end by themselves.
         """
         with self.lock:
-            for pass_id in list(self.passes):
-                if pass_id.origin != self.own_rank:
-                    del self.passes[pass_id]
+            # Freed when the lock is: that may run finalisers of the program.
+            dropped = self.sends, self.receives, self.gradients, self.wanted, self._reaches, self._plan
+            self.sends, self.receives, self.gradients, self.wanted, self._reaches, self._plan = {}, {}, {}, {}, {}, None
+            theirs = [self.passes.pop(pass_id) for pass_id in list(self.passes) if pass_id.origin != self.own_rank]
+        del dropped, theirs
+
+    def _forget_if_released(self) -> None:
+        """Another thread may have ended the context just now, before something was added to it."""
+        if self.is_released:
+            self.forget_all()
 
     # The graph
 

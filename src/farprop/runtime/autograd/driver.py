@@ -437,8 +437,8 @@ class BackwardDriver:
         size = size_of(gradients)
         rest: list[Send] = []
         for send in sends:
-            more_bytes = local.outgoing_bytes(send.target) if send.target.worker == target.worker else _BUNDLE_BYTES
-            if size + more_bytes > _BUNDLE_BYTES:
+            more_bytes = local.outgoing_bytes(send.target)
+            if send.target.worker != target.worker or size + more_bytes > _BUNDLE_BYTES:
                 rest.append(send)
                 continue
             size += more_bytes

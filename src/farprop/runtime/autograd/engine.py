@@ -338,8 +338,10 @@ class LocalPass:
         """After a failure, restore the context's gradients from before the pass, and remove its messages."""
         if self._messages:
             self.context.forget_messages(self._messages)
-        gradients = self.context.gradients
         with self.context.lock:
+            gradients = self.context.gradients
+            if self.context.is_released:
+                self._before.clear()
             for leaf, gradient in self._before.items():
                 if gradient is None:
                     gradients.pop(leaf, None)

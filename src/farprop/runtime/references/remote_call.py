@@ -18,7 +18,7 @@ from farprop.runtime.references.user_references import RRefHandle, creation_erro
 from farprop.wire.dialect import Dialect
 from farprop.wire.message import ANSWER, Message
 
-# One for all calls: it is held for two lines.
+# One for all calls: it is held for a few lines.
 _lock = make_lock("remote_call")
 
 
@@ -59,7 +59,8 @@ class RemoteCall(FutureCall):
         self._references = references
         self._profile = profile
         self._dialect = dialect
-        # Once it was sent: the connection, its id there, and its autograd context.
+        # While it is open: the connection, its id there, and its autograd context. A reference has its call as long as
+        # it lives, and must not keep a context that long.
         self.sent: tuple[ClientConnection, int, Context | None] | None = None
         self._done = False
         self._error: Exception | None = None
@@ -68,10 +69,16 @@ class RemoteCall(FutureCall):
     def read(self, until: float | None = None) -> None:
         """The loop reads: the answer completes more than the future."""
 
+    def on_sent(self, connection: ClientConnection, call_id: int, context: Context | None) -> None:
+        with _lock:
+            if not self._done:
+                self.sent = connection, call_id, context
+
     def cancel(self) -> bool:
-        if self.sent is None:
+        sent = self.sent
+        if sent is None:
             return False
-        connection, call_id, _ = self.sent
+        connection, call_id, _ = sent
         return connection.cancel(self, call_id)
 
     def finish(self, answer: Message | None, error: Exception | None) -> None:
@@ -86,8 +93,9 @@ class RemoteCall(FutureCall):
 
     def fail(self, error: Exception, sent: bool = True) -> None:
         """The call got no answer, or a failure. ``sent``: it may have reached the owner."""
-        if type(error) is CallCancelledError and self.sent is not None and self.sent[2] is not None:
-            self.sent[2].on_cancelled(self.origin[2])
+        open_call = self.sent
+        if type(error) is CallCancelledError and open_call is not None and open_call[2] is not None:
+            open_call[2].on_cancelled(self.origin[2])
         self._end(error, lambda record: self._references.users.creation_failed(record, error, sent))
 
     def _end(self, error: Exception | None, tell: Callable[[UserReference], None]) -> None:
@@ -102,6 +110,7 @@ class RemoteCall(FutureCall):
         with _lock:
             self._done = True
             self._error = error
+            self.sent = None
             future = self._future
         if future is None:
             return
