@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn, Self
 
@@ -37,6 +37,8 @@ from farprop.rpc.options import checked_timeout
 from farprop.runtime.agent_registry import current_agent
 from farprop.runtime.autograd.contexts import current_context
 from farprop.runtime.futures import Future, wait_until
+from farprop.runtime.recorder import recorder
+from farprop.runtime.sync import awaited_by
 from farprop.runtime.thread_pool import check_may_block, pool_of_this_thread
 
 __all__ = ["Pipeline", "pipeline"]
@@ -44,6 +46,7 @@ __all__ = ["Pipeline", "pipeline"]
 Stage = tuple[str, Callable[[], nn.Module] | nn.Module] | RemoteModule[Any] | RRef[Any]
 AnyFuture = torch.futures.Future[Any]
 
+_A_STEP = "wait for a step of a pipeline"
 _ABORT_SECONDS = 5.0  # that a worker may take to say what it had come to
 _IDLE_SECONDS = 1.0  # that the caller waits for actions that run while a step is aborted
 _LOOK_SECONDS = 0.5  # how often a thread that waits looks by itself
@@ -328,7 +331,7 @@ class _Run:
             left = _LOOK_SECONDS if self._deadline is None else min(_LOOK_SECONDS, self._deadline - time.monotonic())
             if left <= 0:
                 raise RpcTimeoutError(f"A step of the pipeline did not end within {self._seconds:.1f} s.")
-            with contextlib.suppress(Empty), _blocked():
+            with _waiting(waited[0][1]), contextlib.suppress(Empty):
                 ended.get(timeout=left)
             for worker, call in waited:
                 if call.done():
@@ -397,10 +400,20 @@ class _Run:
         raise _located(made, worker, stage, None if at is None else at.micro_batch) from error
 
 
-def _blocked() -> AbstractContextManager[None]:
-    """This thread waits; one of the pool does not count as running meanwhile."""
+@contextlib.contextmanager
+def _waiting(call: AnyFuture) -> Iterator[None]:
+    """This thread waits: one of the pool does not count as running meanwhile, and inspection and traces know of it."""
+    me = threading.get_ident()
     pool = pool_of_this_thread()
-    return contextlib.nullcontext() if pool is None else pool.blocked()
+    began = recorder.begin_wait(_A_STEP) if recorder.is_on else 0.0
+    awaited_by[me] = call
+    try:
+        with contextlib.nullcontext() if pool is None else pool.blocked():
+            yield
+    finally:
+        awaited_by.pop(me, None)
+        if began:
+            recorder.end_wait(_A_STEP, began)
 
 
 def _located(error: PipelineError, worker: str | None, stage: int, micro_batch: int | None) -> PipelineError:

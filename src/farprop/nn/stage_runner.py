@@ -118,6 +118,9 @@ class StageRunner:
         self._acting: tuple[_Step, Action] | None = None  # what runs; not always of the current step
         self._failed: tuple[int, Report] | None = None  # the last step that failed here
         self._outcome: tuple[int, Future[Any]] | None = None  # of the last step, until somebody asks for it
+        # The last step that has ended here, and may fail elsewhere: by its context, its number and what to put back.
+        self._ended: weakref.WeakKeyDictionary[Context, tuple[int, dict[torch.Tensor, torch.Tensor]]]
+        self._ended = weakref.WeakKeyDictionary()
         self._when_idle: list[Callable[[], None]] = []
         self._unanswered: dict[Future[Any], None] = {}
         weakref.finalize(self, _fail_all, current_agent().services, self._unanswered).atexit = False
@@ -174,6 +177,7 @@ class StageRunner:
         step = _Step(order, PlanExecution(plans[self._own], len(self._workers)), context, before)
         with self._lock:
             self._failed = None
+            self._ended.clear()
             self._step = step
             self._outcome = order.number, step.finished
         self._complete(began, None)
@@ -285,6 +289,8 @@ class StageRunner:
             if self._step is not step:
                 return
             self._step = None
+            if step.context is not None and step.before is not None:
+                self._ended[step.context] = step.order.number, step.before
         self._complete(step.finished, _result_of(step))
 
     def _fail(self, step: _Step, action: Action, error: Exception) -> None:
@@ -306,6 +312,10 @@ class StageRunner:
             failed = self._failed
             if self._outcome is not None and self._outcome[0] == number:
                 self._outcome = None
+            ended = [(context, before) for context, (other, before) in self._ended.items() if other == number]
+            self._ended.clear()
+        for context, before in ended:
+            _put_back(context, before)
         return failed[1] if failed is not None and failed[0] == number else Report([], None, None)
 
     def _drop(self, number: int | None) -> Report | None:
@@ -329,13 +339,8 @@ class StageRunner:
             self._undo(step)
 
     def _undo(self, step: _Step) -> None:
-        """Put back the gradients that the context had before the step. Passes add out of place, so they have not changed.
-        """
-        context, before = step.context, step.before
-        if context is not None and before is not None:
-            with context.lock:
-                context.gradients.clear()
-                context.gradients.update(before)
+        if step.context is not None and step.before is not None:
+            _put_back(step.context, step.before)
             step.before = None
 
     def _complete(self, future: Future[Any], outcome: Any) -> None:
@@ -433,6 +438,13 @@ class StageRunner:
                 driver.backward_from_edges(context, edges, list(gradients), False, False, step.order.timeout)
         with context.lock:
             return tuple(context.gradients.pop(leaf, None) if leaf.requires_grad else None for leaf in leaves)
+
+
+def _put_back(context: Context, before: dict[torch.Tensor, torch.Tensor]) -> None:
+    """Give a context the gradients that it had before a step. Passes add out of place, so they have not changed."""
+    with context.lock:
+        context.gradients.clear()
+        context.gradients.update(before)
 
 
 def _result_of(step: _Step) -> Any:
