@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import json
 import os
 import pty
 import re
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -42,6 +44,7 @@ def test_every_example_is_tested() -> None:
         "demo.py",
         "maml.py",
         "parameter_server.py",
+        "pipeline_transformer.py",
         "split_learning_restricted.py",
     }
 
@@ -150,6 +153,26 @@ def test_parameter_server() -> None:
     assert [line.split(":")[0] for line in trainers] == ["trainer1", "trainer2", "trainer3"]
     assert all(re.search(r": loss 0\.000\d+ after 100 steps$", line) for line in trainers)
     assert server == "server: found [3.0, -2.0, 0.5] for [3.0, -2.0, 0.5]"
+
+
+def test_pipeline_transformer(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    command = [*PYTHON, "examples/pipeline_transformer.py", "--epochs", "2", "--trace", str(trace)]
+    *epochs, where, heading, driver, one, two, three, bubble, right = _output(command).splitlines()
+    first, second = (float(re.fullmatch(r"epoch \d: loss (\d\.\d{3})", line)[1]) for line in epochs)
+    assert second < first < 2.5
+    assert where == f"Three more steps are in {trace}:"
+    assert heading.split()[0] == "worker"
+    assert [line.split()[0] for line in (driver, one, two, three)] == ["driver", "worker0", "worker1", "worker2"]
+    assert bubble.startswith("bubble: ")
+    assert re.fullmatch(r"\d\d\.\d% of 357 pictures that it has not seen are classified correctly\.", right)
+    # Each stage runs 8 micro-batches forward and backward in each of the three steps; the picture shows them.
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") == "stage"]
+    assert len({event["pid"] for event in events}) == 3
+    assert len(events) == 3 * 3 * 8 * 2
+    picture = tmp_path / "picture.svg"
+    _output([*PYTHON, "docs/pipeline_picture.py", str(trace), str(picture)])
+    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
 
 
 def test_split_learning_restricted() -> None:

@@ -28,4 +28,4 @@ def test_dir_shows_the_api(name: str) -> None:
 def test_dir_of_farprop_shows_what_is_looked_up_on_first_use() -> None:
     program = "import farprop; print(sorted(dir(farprop))); print(farprop.workers.__name__)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.splitlines() == ["['__version__', 'profile', 'workers']", "workers"]
+    assert done.stdout.splitlines() == ["['__version__', 'pipeline', 'profile', 'workers']", "workers"]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from farprop.launch.local import workers as workers
+    from farprop.nn.pipeline import pipeline as pipeline
     from farprop.profiler.profile import profile as profile
 
 __version__ = "0.2.0"
@@ -17,10 +18,14 @@ __version__ = "0.2.0"
 
 def __dir__() -> list[str]:
     modules = [name for name, value in globals().items() if isinstance(value, ModuleType)]
-    return ["__version__", "profile", "workers", *modules]  # two of them are looked up on first use
+    return ["__version__", "pipeline", "profile", "workers", *modules]  # three of them are looked up on first use
 
 
 def __getattr__(name: str) -> Any:
+    if name == "pipeline":
+        from farprop.nn.pipeline import pipeline
+
+        return pipeline
     if name == "profile":
         from farprop.profiler import profile
 

@@ -148,6 +148,19 @@ class BackwardError(FarpropError):
     """A backward function or a hook raised during a distributed backward pass. The text says where and what."""
 
 
+class PipelineError(FarpropError):
+    """A step of a pipeline failed, and no worker goes on with it. The text says where; ``__cause__`` is what happened.
+
+    Attributes:
+        stage: the stage that failed, counted from 0, or None.
+        micro_batch: the micro-batch that it had come to, counted from 0, or None if no stage had begun.
+        worker: the worker that has the stage.
+    """
+
+    stage: int | None = None
+    micro_batch: int | None = None
+
+
 class CollectiveError(FarpropError):
     """A collective of a process group failed. The text says on which rank, and why."""
 
