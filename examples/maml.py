@@ -1,9 +1,9 @@
 """MAML: a model on two workers that learns to learn from ten pictures: ``python examples/maml.py``
 
 A task: tell five digits apart, which are called 0 to 4 in random order, after two pictures of each (scikit-learn's).
-The inner loop adapts a copy of the parameters to these ten pictures, in two steps. The outer loop changes the parameters
-so that adapted copies are good. So the outer gradient goes through the gradients of the inner loop, on every worker:
-``grad(..., create_graph=True)`` records its passes, and ``backward`` goes through them.
+The inner loop adapts a copy of the parameters to these ten pictures, in two steps. The outer loop changes the
+parameters so that adapted copies are good. So the outer gradient goes through the gradients of the inner loop, on every
+worker: ``grad(..., create_graph=True)`` records its passes, and ``backward`` goes through them.
 
 The layers are on the workers ``worker0`` and ``worker1``. Their parameters, copies and gradients never leave them.
 """
