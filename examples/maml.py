@@ -1,126 +1,151 @@
-"""MAML on sinusoids: a model that learns a new task in a few steps, split across workers.
+"""MAML: a model on two workers that learns to learn from ten pictures: ``python examples/maml.py``
 
-Each task is a sinusoid. The inner loop adapts a copy of the parameters to a few points of it; the outer loop changes
-the parameters so that adapted copies are good. So the outer gradient goes through the gradients of the inner loop, on
-every worker: ``grad(..., create_graph=True)`` records its passes, and ``backward`` goes through them.
+A task: tell five digits apart, which are called 0 to 4 in random order, after two pictures of each (scikit-learn's).
+The inner loop adapts a copy of the parameters to these ten pictures, in two steps. The outer loop changes the
+parameters so that adapted copies are good. So the outer gradient goes through the gradients of the inner loop, on every
+worker: ``grad(..., create_graph=True)`` records its passes, and ``backward`` goes through them.
 
-The layers belong to the workers ``low`` and ``high``. Their parameters, copies and gradients never leave them.
+The layers are on the workers ``worker0`` and ``worker1``. Their parameters, copies and gradients never leave them.
 """
 
 import argparse
 import math
-import tempfile
+import sys
 
 import torch
-import torch.multiprocessing as mp
-from torch import Tensor
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
 
+import farprop
 import farprop.autograd as dist_autograd
-import farprop.rpc as rpc
+from farprop.optim import DistributedOptimizer
 from farprop.rpc import RRef
 
-NAMES = ["trainer", "low", "high"]
-SIZES = {"low": [(1, 20), (20,), (20, 20), (20,)], "high": [(20, 20), (20,), (20, 1), (1,)]}
-TASKS, POINTS, INNER_STEPS, INNER_RATE, OUTER_RATE = 2, 10, 2, 0.05, 0.02
+SIZES = [[(64, 48), (48,), (48, 48), (48,)], [(48, 48), (48,), (48, 5), (5,)]]
+TASKS, SHOWN, ASKED, INNER_STEPS, INNER_RATE, OUTER_RATE = 2, 2, 6, 2, 0.5, 0.01
+TESTED, TEST_TASKS, SHOW_EVERY = 400, 8, 5
 
 
 # On the workers that have layers
-
-
-def parameters_of(name: str) -> list[Tensor]:
-    """The initial parameters of a worker, the same in every run."""
-    source = torch.Generator().manual_seed(NAMES.index(name))
-    sizes = SIZES[name]
-    return [
-        (torch.randn(size, generator=source, dtype=torch.float64) / math.sqrt(size[0])).requires_grad_()
-        for size in sizes
-    ]
-
-
-def make_parameters(name: str) -> list[RRef]:
-    return [RRef(parameter) for parameter in parameters_of(name)]
 
 
 def layers(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     return torch.tanh(x @ w1 + b1) @ w2 + b2
 
 
-def step(context_id: int) -> None:
-    """One step of the outer loop, for the parameters of this worker."""
-    with torch.no_grad():
-        for parameter, gradient in dist_autograd.get_gradients(context_id).items():
-            parameter -= OUTER_RATE * gradient
+class Half:
+    """Half of the layers."""
+
+    def __init__(self, number: int) -> None:
+        source = torch.Generator().manual_seed(number)
+        self.parameters = [
+            (torch.randn(size, generator=source, dtype=torch.float64) / math.sqrt(size[0])).requires_grad_()
+            for size in SIZES[number]
+        ]
+
+    def references(self) -> list[RRef[Tensor]]:
+        return [RRef(parameter) for parameter in self.parameters]
+
+    def forward(self, x: Tensor, parameters: list[RRef[Tensor]]) -> Tensor:
+        return layers(x, *[parameter.local_value() for parameter in parameters])
+
+    def adapted(self, parameters: list[RRef[Tensor]], gradients: list[RRef[Tensor]]) -> list[RRef[Tensor]]:
+        """Copies after a step of the inner loop. Their graphs lead to the parameters and to the gradients."""
+        pairs = zip(parameters, gradients, strict=True)
+        return [RRef(value.local_value() - INNER_RATE * gradient.local_value()) for value, gradient in pairs]
 
 
-def run_layers(x: Tensor, parameters: list[RRef]) -> Tensor:
-    return layers(x, *[parameter.local_value() for parameter in parameters])
+# On the driver
 
 
-def adapted(parameter: RRef, gradient: RRef) -> Tensor:
-    """A copy of a parameter after one step of the inner loop. Its graph leads to the parameter and the gradient."""
-    return parameter.local_value() - INNER_RATE * gradient.local_value()
+class Tasks:
+    """Random tasks: pictures to adapt to, with what they are called, and others to be asked for."""
+
+    def __init__(self, pictures: Tensor, digits: Tensor) -> None:
+        self.of = [pictures[digits == digit] for digit in range(10)]
+        self.source = torch.Generator().manual_seed(0)
+
+    def draw(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        pictures = []
+        for digit in torch.randperm(10, generator=self.source)[:5]:
+            order = torch.randperm(len(self.of[digit]), generator=self.source)
+            pictures.append(self.of[digit][order])
+        shown = torch.cat([some[:SHOWN] for some in pictures])
+        asked = torch.cat([some[SHOWN : SHOWN + ASKED] for some in pictures])
+        return shown, torch.arange(5).repeat_interleave(SHOWN), asked, torch.arange(5).repeat_interleave(ASKED)
 
 
-# On the trainer
+def load() -> tuple[Tasks, Tasks]:
+    """Tasks to train with, and tasks with other pictures."""
+    found = load_digits()
+    pictures, digits = torch.tensor(found.data) / 16, torch.tensor(found.target)
+    return Tasks(pictures[TESTED:], digits[TESTED:]), Tasks(pictures[:TESTED], digits[:TESTED])
 
 
-def sinusoid(source: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Points of a random sinusoid: some to adapt to, and some to see how good that was."""
-    amplitude, phase = 0.5 + 2 * torch.rand(2, generator=source, dtype=torch.float64)
-    x = 6 * torch.rand(2 * POINTS, 1, generator=source, dtype=torch.float64) - 3
-    y = amplitude * torch.sin(x + phase)
-    return x[:POINTS], y[:POINTS], x[POINTS:], y[POINTS:]
+class Model:
+    """The halves on both workers, and references to their parameters, or to copies of these."""
+
+    def __init__(self, halves: list[RRef[Half]], parameters: list[list[RRef[Tensor]]]) -> None:
+        self.halves, self.parameters = halves, parameters
+
+    def scores(self, x: Tensor) -> Tensor:
+        low, high = (half.rpc_sync() for half in self.halves)
+        return high.forward(torch.tanh(low.forward(x, self.parameters[0])), self.parameters[1])
+
+    def adapted(self, context: int, x: Tensor, y: Tensor) -> "Model":
+        """One step of the inner loop: the same halves, with copies of the parameters that fit these pictures better."""
+        loss = nn.functional.cross_entropy(self.scores(x), y)
+        low, high = self.parameters
+        gradients = dist_autograd.grad(context, loss, low + high, create_graph=True)
+        given = [(low, gradients[: len(low)]), (high, gradients[len(low) :])]
+        return Model(self.halves, [half.rpc_sync().adapted(*a) for half, a in zip(self.halves, given, strict=True)])
+
+    def scores_after(self, context: int, x: Tensor, y: Tensor, new_x: Tensor) -> Tensor:
+        """The inner loop on some pictures, and then the scores of others."""
+        model = self
+        for _ in range(INNER_STEPS):
+            model = model.adapted(context, x, y)
+        return model.scores(new_x)
 
 
-def loss_of(model: dict[str, list[RRef]], x: Tensor, y: Tensor) -> Tensor:
-    for name in ("low", "high"):
-        x = rpc.rpc_sync(name, run_layers, args=(torch.tanh(x) if name == "high" else x, model[name]))
-    return torch.nn.functional.mse_loss(x, y)
+def test(model: Model, tasks: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> float:
+    right = []
+    for x, y, new_x, new_y in tasks:
+        with dist_autograd.context() as context:
+            right.append((model.scores_after(context, x, y, new_x).argmax(1) == new_y).float().mean().item())
+    return sum(right) / len(right)
 
 
-def adapt(context_id: int, model: dict[str, list[RRef]], x: Tensor, y: Tensor) -> dict[str, list[RRef]]:
-    """The inner loop: copies of the parameters that fit these points better."""
-    for _ in range(INNER_STEPS):
-        inputs = [parameter for parameters in model.values() for parameter in parameters]
-        gradients = iter(dist_autograd.grad(context_id, loss_of(model, x, y), inputs, create_graph=True))
-        model = {
-            name: [rpc.remote(name, adapted, args=(parameter, next(gradients))) for parameter in parameters]
-            for name, parameters in model.items()
-        }
-    return model
-
-
-def train(steps: int) -> list[float]:
-    """The outer loop; returns its losses."""
-    model = {name: rpc.rpc_sync(name, make_parameters, args=(name,)) for name in ("low", "high")}
-    source = torch.Generator().manual_seed(0)
-    losses = []
-    for _ in range(steps):
-        with dist_autograd.context() as context_id:
-            loss = torch.zeros((), dtype=torch.float64)
-            for _ in range(TASKS):
-                x, y, new_x, new_y = sinusoid(source)
-                loss = loss + loss_of(adapt(context_id, model, x, y), new_x, new_y) / TASKS
-            dist_autograd.backward(context_id, [loss])
-            for name in model:
-                rpc.rpc_sync(name, step, args=(context_id,))
-        losses.append(loss.item())
-    return losses
-
-
-def worker(rank: int, meeting_point: str, steps: int) -> None:
-    torch.set_num_threads(1)
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{meeting_point}")
-    rpc.init_rpc(NAMES[rank], rank=rank, world_size=len(NAMES), rpc_backend_options=options)
-    if NAMES[rank] == "trainer":
-        for step, loss in enumerate(train(steps)):
-            print(f"step {step:3}: loss {loss:.9f} after {INNER_STEPS} steps on a new sinusoid", flush=True)
-    rpc.shutdown()
+def main(steps: int) -> None:
+    training, testing = load()
+    tests = [testing.draw() for _ in range(TEST_TASKS)]
+    with farprop.workers(2) as workers:
+        halves = [worker.remote(Half, number) for number, worker in enumerate(workers)]
+        model = Model(halves, [half.rpc_sync().references() for half in halves])
+        optimizer = DistributedOptimizer(torch.optim.Adam, [*model.parameters[0], *model.parameters[1]], lr=OUTER_RATE)
+        print(f"step   0                 right {test(model, tests):.1%} after seeing ten pictures", flush=True)
+        losses = []
+        for step in range(1, steps + 1):
+            with dist_autograd.context() as context:
+                loss = torch.zeros(())
+                for x, y, new_x, new_y in [training.draw() for _ in range(TASKS)]:
+                    scores = model.scores_after(context, x, y, new_x)
+                    loss = loss + nn.functional.cross_entropy(scores, new_y) / TASKS
+                dist_autograd.backward(context, [loss])
+                optimizer.step(context)
+            losses.append(loss.item())
+            if step % SHOW_EVERY == 0:
+                mean = sum(losses[-SHOW_EVERY:]) / SHOW_EVERY
+                print(
+                    f"step {step:3}  loss {mean:.8f}  right {test(model, tests):.1%} after seeing ten pictures",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="MAML on sinusoids, split across three workers.")
-    parser.add_argument("--steps", type=int, default=50)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        mp.spawn(worker, args=(f"{directory}/meeting-point", arguments.steps), nprocs=len(NAMES))
+    parser = argparse.ArgumentParser(description="MAML: a model on two workers that learns to learn.")
+    parser.add_argument("--steps", type=int, default=60)
+    try:
+        main(parser.parse_args().steps)
+    except KeyboardInterrupt:
+        sys.exit(130)

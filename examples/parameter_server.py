@@ -1,79 +1,100 @@
-"""A server holds the parameters of a model; trainers send it the gradients of their share of the data.
+"""A parameter server with asynchronous trainers: ``python examples/parameter_server.py``
 
-The server calls ``train`` on each trainer, and the trainers call ``push`` on the server. ``push`` is decorated with
-``async_execution``: it returns a future at once. The trainers get their answers, the updated parameters, when all of
-them have pushed. Trainers that wait occupy no thread of the server.
+The server (``worker0``) has the parameters of a small network that learns to read scikit-learn's pictures of digits.
+Each trainer has a third of the pictures, and waits for no other: it fetches the parameters, computes a loss, and steps.
+It fetches in an autograd context, so ``backward`` takes the gradients to the server, and ``step`` is taken there.
+
+Trainers overtake each other all the time. ``consistency="versioned"`` makes that safe: a step waits for functions that
+read the parameters, so nobody fetches half of a step; and steps run one after the other, so none is lost.
 """
 
-import tempfile
-import threading
+import argparse
+import itertools
+import sys
+import time
 
 import torch
-import torch.multiprocessing as mp
-from torch import Tensor
-from torch.futures import Future
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.func import functional_call
 
-import farprop.rpc as rpc
+import farprop
+import farprop.autograd as dist_autograd
+from farprop.optim import DistributedOptimizer
+from farprop.rpc import RRef
 
-TRAINERS = 3
-STEPS, RATE = 100, 0.2
-TRUTH = torch.tensor([3.0, -2.0, 0.5])  # the parameters that the training should find
+TRAINERS, BATCH, RATE, TESTED = 3, 32, 0.2, 360
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+def load() -> tuple[Tensor, Tensor]:
+    """1,797 pictures in random order, and the digit that each shows."""
+    found = load_digits()  # 8×8 pixels from 0 to 16
+    order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
+    return torch.tensor(found.data, dtype=torch.float32)[order] / 16, torch.tensor(found.target)[order]
 
 
 class Server:
-    """The parameters, and the gradients that have arrived for the next update."""
+    """Has the parameters. Trainers call its methods, several at a time."""
 
     def __init__(self) -> None:
-        self.parameters = torch.zeros_like(TRUTH)
-        self.gradients: list[Tensor] = []
-        self.updated: Future[Tensor] = Future()
-        self.lock = threading.Lock()
+        torch.manual_seed(0)
+        self.model = make_model()
+        self.numbers = itertools.count()
+
+    def references(self) -> list[RRef[Tensor]]:
+        return [RRef(parameter) for parameter in self.model.parameters()]
+
+    def fetch(self) -> tuple[int, dict[str, Tensor]]:
+        """How many fetches were before this one, and copies of the parameters. Gradients go through the copies."""
+        return next(self.numbers), {name: value.clone() for name, value in self.model.named_parameters()}
 
 
-server = Server()  # every process has one; only that of the worker "server" is used
+def train(seed: int, server: RRef[Server], pictures: Tensor, digits: Tensor, steps: int) -> int:
+    """Run on each trainer. Returns during how many of its steps another trainer began one."""
+    torch.manual_seed(seed)
+    model = make_model()  # its own parameters are not used
+    optimizer = DistributedOptimizer(torch.optim.SGD, server.rpc_sync().references(), lr=RATE, consistency="versioned")
+    numbers, losses, began = [], [], time.perf_counter()
+    for step in range(1, steps + 1):
+        batch = torch.randint(len(pictures), (BATCH,))
+        with dist_autograd.context() as context:
+            number, parameters = server.rpc_sync().fetch()
+            scores = functional_call(model, parameters, pictures[batch])
+            loss = nn.functional.cross_entropy(scores, digits[batch])
+            dist_autograd.backward(context, [loss])
+            optimizer.step(context)
+        numbers.append(number)
+        losses.append(loss.item())
+        if step % 25 == 0:
+            seconds, mean = time.perf_counter() - began, sum(losses[-25:]) / 25
+            print(f"step {step:3}  after {seconds:4.1f} s  loss {mean:.3f}", flush=True)
+    return sum(following > number + 1 for number, following in itertools.pairwise(numbers))
 
 
-@rpc.functions.async_execution
-def push(gradient: Tensor) -> Future[Tensor]:
-    with server.lock:
-        updated = server.updated
-        server.gradients.append(gradient)
-        if len(server.gradients) == TRAINERS:
-            server.parameters -= RATE * torch.stack(server.gradients).mean(0)
-            server.gradients, server.updated = [], Future()
-            updated.set_result(server.parameters.clone())
-    return updated
-
-
-def train(number: int) -> float:
-    """Train on one trainer's data, and return the last loss. The server calls it on each trainer."""
-    torch.manual_seed(number)
-    inputs = torch.randn(100, len(TRUTH))
-    targets = inputs @ TRUTH + 0.01 * torch.randn(100)
-    parameters = torch.zeros_like(TRUTH)
-    for _ in range(STEPS):
-        parameters.requires_grad_()
-        loss = torch.nn.functional.mse_loss(inputs @ parameters, targets)
-        (gradient,) = torch.autograd.grad(loss, parameters)
-        parameters = rpc.rpc_sync("server", push, args=(gradient,))
-    return loss.item()
-
-
-def worker(rank: int, meeting_point: str) -> None:
-    torch.set_num_threads(1)
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{meeting_point}")
-    name = f"trainer{rank}" if rank else "server"
-    rpc.init_rpc(name, rank=rank, world_size=1 + TRAINERS, rpc_backend_options=options)
-    if rank == 0:
-        numbers = range(1, 1 + TRAINERS)
-        losses = torch.futures.wait_all([rpc.rpc_async(f"trainer{n}", train, args=(n,)) for n in numbers])
-        for number, loss in zip(numbers, losses, strict=True):
-            print(f"trainer{number}: loss {loss:.6f} after {STEPS} steps")
-        print("server: found", [round(x, 2) for x in server.parameters.tolist()], "for", TRUTH.tolist(), flush=True)
-        assert torch.allclose(server.parameters, TRUTH, atol=0.05)
-    rpc.shutdown()  # the trainers wait here, and answer calls, until the server calls it, too
+def main(steps: int) -> None:
+    (test_pictures, pictures), (test_digits, digits) = (data.tensor_split([TESTED]) for data in load())
+    with farprop.workers(1 + TRAINERS) as workers:
+        server = workers[0].remote(Server)
+        shares = [(pictures[number::TRAINERS], digits[number::TRAINERS]) for number in range(TRAINERS)]
+        trainings = [
+            worker.call_async(train, number, server, *share, steps)
+            for number, (worker, share) in enumerate(zip(workers[1:], shares, strict=True))
+        ]
+        overtaken = sum(training.wait() for training in trainings)
+        total, parameters = server.rpc_sync().fetch()
+    right = (functional_call(make_model(), parameters, test_pictures).argmax(1) == test_digits).float().mean().item()
+    print(f"{total} steps of {TRAINERS} trainers; during {overtaken} of them another trainer began one.")
+    print(f"{right:.1%} of {TESTED} pictures that nobody has trained on are classified correctly.")
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as directory:
-        mp.spawn(worker, args=(f"{directory}/meeting-point",), nprocs=1 + TRAINERS)
+    parser = argparse.ArgumentParser(description="A parameter server with asynchronous trainers.")
+    parser.add_argument("--steps", type=int, default=200, help="of each trainer")
+    try:
+        main(parser.parse_args().steps)
+    except KeyboardInterrupt:
+        sys.exit(130)

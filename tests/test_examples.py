@@ -42,9 +42,11 @@ SECONDS = 100
 def test_every_example_is_tested() -> None:
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == {
         "demo.py",
+        "embeddings.py",
         "maml.py",
         "parameter_server.py",
         "pipeline_transformer.py",
+        "reinforcement_learning.py",
         "split_learning_restricted.py",
     }
 
@@ -116,43 +118,87 @@ def _wait_for_end_of_group(group: int) -> None:
 
 
 def test_maml_learns_as_in_one_process() -> None:
-    lines = [line for line in _output([*PYTHON, "examples/maml.py", "--steps", "3"]).splitlines() if "loss" in line]
-    losses = [float(line.split()[3]) for line in lines]
-    assert losses == pytest.approx(_maml_in_one_process(3), abs=1e-6)
-    assert len(set(losses)) == 3
+    first, fifth = _output([*PYTHON, "examples/maml.py", "--steps", "5"]).splitlines()
+    assert re.fullmatch(r"step   0 +right \d\d\.\d% after seeing ten pictures", first)
+    found = re.fullmatch(r"step   5  loss (\S+)  right \d\d\.\d% after seeing ten pictures", fifth)
+    assert found is not None, fifth
+    assert float(found[1]) == pytest.approx(sum(_maml_in_one_process(5)) / 5, abs=1e-6)
 
 
 def _maml_in_one_process(steps: int) -> list[float]:
     maml = runpy.run_path(str(ROOT / "examples" / "maml.py"))
-    layers, sinusoid = maml["layers"], maml["sinusoid"]
-    parameters = [*maml["parameters_of"]("low"), *maml["parameters_of"]("high")]
+    layers = maml["layers"]
+    tasks, _ = maml["load"]()
+    parameters = [*maml["Half"](0).parameters, *maml["Half"](1).parameters]
+    optimizer = torch.optim.Adam(parameters, lr=maml["OUTER_RATE"])
 
     def loss_of(values: list[torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.mse_loss(layers(torch.tanh(layers(x, *values[:4])), *values[4:]), y)
+        return torch.nn.functional.cross_entropy(layers(torch.tanh(layers(x, *values[:4])), *values[4:]), y)
 
-    source = torch.Generator().manual_seed(0)
     losses = []
     for _ in range(steps):
         loss = torch.zeros((), dtype=torch.float64)
         for _ in range(maml["TASKS"]):
-            x, y, new_x, new_y = sinusoid(source)
+            x, y, new_x, new_y = tasks.draw()
             adapted = parameters
             for _ in range(maml["INNER_STEPS"]):
                 gradients = torch.autograd.grad(loss_of(adapted, x, y), adapted, create_graph=True)
                 adapted = [p - maml["INNER_RATE"] * g for p, g in zip(adapted, gradients, strict=True)]
             loss = loss + loss_of(adapted, new_x, new_y) / maml["TASKS"]
         losses.append(loss.item())
-        with torch.no_grad():
-            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-                parameter -= maml["OUTER_RATE"] * gradient
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
     return losses
 
 
 def test_parameter_server() -> None:
-    *trainers, server = _output([*PYTHON, "examples/parameter_server.py"]).splitlines()
-    assert [line.split(":")[0] for line in trainers] == ["trainer1", "trainer2", "trainer3"]
-    assert all(re.search(r": loss 0\.000\d+ after 100 steps$", line) for line in trainers)
-    assert server == "server: found [3.0, -2.0, 0.5] for [3.0, -2.0, 0.5]"
+    *progress, total, verdict = _output([*PYTHON, "examples/parameter_server.py", "--steps", "50"]).splitlines()
+    lines = [re.fullmatch(r"(worker\d) \| step  (25|50)  after +[\d.]+ s  loss ([\d.]+)", line) for line in progress]
+    losses = {(line[1], line[2]): float(line[3]) for line in lines if line is not None}
+    assert len(losses) == len(progress) == 6, progress
+    assert all(losses[f"worker{n}", "50"] < losses[f"worker{n}", "25"] for n in (1, 2, 3))
+    # A step is counted when it begins. That none was lost, tests/optim/test_consistency.py shows.
+    counts = re.fullmatch(r"150 steps of 3 trainers; during (\d+) of them another trainer began one\.", total)
+    assert counts is not None, total
+    assert 0 < int(counts[1]) < 150
+    assert re.fullmatch(r"[6-9]\d\.\d% of 360 pictures that nobody has trained on are .*", verdict), verdict
+
+
+def test_reinforcement_learning() -> None:
+    *progress, end = _output([*PYTHON, "examples/reinforcement_learning.py", "--rounds", "8"]).splitlines()
+    lines = [re.fullmatch(r"round   (\d)  mean return +([\d.]+)  #*", line) for line in progress]
+    returns = {int(line[1]): float(line[2]) for line in lines if line is not None}
+    assert list(returns) == [2, 4, 6, 8], progress
+    assert returns[8] > 1.4 * returns[2]
+    assert end.startswith("The actors took 32768 steps.")
+
+
+def test_reinforcement_learning_ends_quietly_on_ctrl_c() -> None:
+    command = [*PYTHON, "examples/reinforcement_learning.py", "--rounds", "10000"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as example:
+        try:
+            assert example.stdout.readline().endswith("\n")  # it trains
+            os.killpg(example.pid, signal.SIGINT)
+            _, errors = example.communicate(timeout=SECONDS)
+        finally:
+            if example.poll() is None:
+                os.killpg(example.pid, signal.SIGKILL)
+    assert example.returncode == 130, errors
+    assert "Traceback" not in errors
+
+
+def test_embeddings() -> None:
+    heading, *lines = _output([*PYTHON, "examples/embeddings.py", "--steps", "40"]).splitlines()
+    assert re.fullmatch(r"\d+ lines of 9 modules; 1000 of them are for the test\.", heading)
+    steps = [re.fullmatch(r"step  (\d+)  loss ([\d.]+)  right +([\d.]+)%", line) for line in lines[:2]]
+    (first, first_loss, _), (last, last_loss, right) = (line.groups() for line in steps if line is not None)
+    assert (first, last) == ("20", "40")
+    assert float(last_loss) < float(first_loss)
+    assert float(right) > 50  # by chance, 11
+    assert len(lines) == 7
+    assert all(re.search(r"  \w+\? (right|no, from \w+)$", line) for line in lines[2:]), lines
 
 
 def test_pipeline_transformer(tmp_path: Path) -> None:
