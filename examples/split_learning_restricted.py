@@ -1,10 +1,10 @@
 """Two organisations train one model. Neither shows the other its data, its half of the model, or its code.
 
 A laboratory has measured cells of 569 patients, and has the lower half of the model. A hospital has their diagnoses,
-and the upper half. They exchange activations, gradients, losses and accuracies: what can be learned from these, the other
-side can learn. The job is restricted, so each can only call what the other exposes, by names that they have agreed on,
-and nothing that arrives is unpickled. They talk through TLS, and each shows a certificate of an authority that both
-trust. Here both programs are in one file; in a real job each organisation has its own, on its own host.
+and the upper half. They exchange activations, gradients, losses and accuracies: what can be learned from these, the
+other side can learn. The job is restricted, so each can only call what the other exposes, by names that they have
+agreed on, and nothing that arrives is unpickled. They talk through TLS, and each shows a certificate of an authority
+that both trust. Here both programs are in one file; in a real job each organisation has its own, on its own host.
 
 The data are the breast cancer data of scikit-learn.
 """
@@ -95,6 +95,10 @@ def train(steps: int) -> None:
     tested, trained = torch.randperm(len(measured)).split([TESTED, len(measured) - TESTED])
     measured = (measured - measured[trained].mean(0)) / measured[trained].std(0)
     laboratory = Party(nn.Sequential(nn.Linear(MEASUREMENTS, WIDTH), nn.Tanh()))
+
+    def share_of_right() -> float:
+        return rpc.rpc_sync("hospital", "accuracy", args=(laboratory.half(measured[tested]).detach(), tested))
+
     for number in range(1, steps + 1):
         with dist_autograd.context() as context_id:
             loss = rpc.rpc_sync("hospital", "loss", args=(laboratory.half(measured[trained]), trained))
@@ -102,14 +106,13 @@ def train(steps: int) -> None:
             rpc.rpc_sync("hospital", "step", args=(context_id,))
             laboratory.step(context_id)
         if number % 10 == 0:
-            right = rpc.rpc_sync("hospital", "accuracy", args=(laboratory.half(measured[tested]).detach(), tested))
-            print(f"step {number:3}  loss {loss.item():.3f}  right {right:6.1%}", flush=True)
+            print(f"step {number:3}  loss {loss.item():.3f}  right {share_of_right():6.1%}", flush=True)
     for attempt in ("os:system", f"{__name__}:open_hospital"):
         try:
             rpc.rpc_sync("hospital", attempt)
         except NotExposedError as error:
             print("refused:", str(error).split(".")[0], flush=True)
-    print(f"{right:.1%} of {TESTED} patients that were not trained on are diagnosed correctly.", flush=True)
+    print(f"{share_of_right():.1%} of {TESTED} patients that were not trained on are diagnosed correctly.", flush=True)
 
 
 # Starting both. What they need to meet: a secret, and certificates.
@@ -161,7 +164,7 @@ def prepare(place: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100, help="a multiple of 10 (default: 100)")
+    parser.add_argument("--steps", type=int, default=100, help="of training (default: 100)")
     steps = parser.parse_args().steps
     with tempfile.TemporaryDirectory() as directory:
         prepare(Path(directory))

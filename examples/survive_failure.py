@@ -1,9 +1,9 @@
 """Training that goes on after a worker was killed, and ends as if nothing had happened.
 
 A model is split over two workers, and a third worker is a spare one. Every ten steps the driver writes a checkpoint to
-disk: weights, optimizer and the number of the step. In the middle of a step the example kills a worker with SIGKILL. The
-driver gets ``ConnectionLostError``, lets the spare worker take the place of the dead one, puts the last checkpoint into
-both halves of the model, and goes on from there.
+disk: weights, optimizer and the number of the step. In the middle of a step the example kills a worker with SIGKILL.
+The driver gets ``ConnectionLostError``, lets the spare worker take the place of the dead one, puts the last checkpoint
+into both halves of the model, and goes on from there.
 
 The data are scikit-learn's pictures of digits. The example trains without a failure first, and compares the losses.
 """
@@ -104,7 +104,7 @@ def train(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100, help="10 or more (default: 100)")
+    parser.add_argument("--steps", type=int, default=100, help="of each training (default: 100)")
     steps = parser.parse_args().steps
     from sklearn.datasets import load_digits
 
