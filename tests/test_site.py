@@ -139,6 +139,12 @@ def test_drawings_are_those_of_the_program(tmp_path: Path) -> None:
         assert drawn.read_text() == (DOCS / "images" / drawn.name).read_text(), "run python docs/drawings.py"
 
 
+def test_charts_show_what_the_pages_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+    for file, drawn in runpy.run_path(str(DOCS / "charts.py"))["draw_all"]().items():
+        assert drawn == (DOCS / "images" / file).read_text(), "run python docs/charts.py"
+
+
 def test_map_has_every_layer() -> None:
     layers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
     packages = {name for layer in layers for name in re.findall(r"farprop\.(\w+)", layer)} - {"__main__"}

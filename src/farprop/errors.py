@@ -21,7 +21,8 @@ class FarpropError(RuntimeError):
     Attributes:
         may_have_run: for the error of a call, False if the called function certainly has not run and will not. True if
             it may have run, or may still run.
-        worker: for the error of a call, the worker that was called; None where it is not known.
+        worker: for the error of a call, the worker that was called; for that of a backward pass, the worker that was
+            lost. None where it is not known.
         function: the function that was called, or None.
         call_id: the id of the call, as ``farprop calls`` shows it, or None.
         first_failure: if another program of the job has failed before this and has said so, which one and with what; it

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 
 import farprop.autograd as autograd
 import farprop.rpc as rpc
-from farprop.errors import BackwardError, ConnectionLostError, RpcTimeoutError
+from farprop.errors import BackwardError, ConnectionLostError, FarpropError, RpcTimeoutError
 from tests.autograd import functions as g
 from tests.references.looking import wait_until
 from tests.support.workers import Cluster, cluster
@@ -68,7 +70,7 @@ def test_releasing_a_context_during_its_pass_fails_the_pass(workers: Cluster) ->
     workers.run(0, _released_during_its_pass)
 
 
-def _backward_through_gate(gate: str, hops: int, timeout: float | None = None) -> tuple[str, float]:
+def _backward_through_gate(gate: str, hops: int, timeout: float | None = None) -> tuple[str, str | None, float]:
     a = torch.ones(2, requires_grad=True)
     with autograd.context() as context_id:
         if hops == 1:
@@ -78,16 +80,16 @@ def _backward_through_gate(gate: str, hops: int, timeout: float | None = None) -
         began = time.monotonic()
         try:
             autograd.backward(context_id, [x.sum()], timeout=timeout)
-        except RuntimeError as error:
-            return type(error).__name__, time.monotonic() - began
+        except FarpropError as error:
+            return type(error).__name__, error.worker, time.monotonic() - began
     raise AssertionError("it should have failed")
 
 
 @pytest.mark.parametrize("hops", [1, 2])
 def test_a_worker_that_dies_during_a_pass_fails_it(hops: int) -> None:
     with cluster(3) as job:
-        kind, seconds = job.run(0, _backward_through_gate, "death", hops)
-        assert kind == ConnectionLostError.__name__
+        kind, worker, seconds = job.run(0, _backward_through_gate, "death", hops)
+        assert (kind, worker) == (ConnectionLostError.__name__, "worker2")
         assert seconds < 5
         job.wait(2)
         for rank in (0, 1):
@@ -95,7 +97,7 @@ def test_a_worker_that_dies_during_a_pass_fails_it(hops: int) -> None:
 
 
 def test_a_pass_that_waits_for_a_stuck_worker_times_out(workers: Cluster) -> None:
-    kind, seconds = workers.run(0, _backward_through_gate, "stillness", 2, 0.3)
+    kind, _, seconds = workers.run(0, _backward_through_gate, "stillness", 2, 0.3)
     assert kind == RpcTimeoutError.__name__
     assert seconds >= 0.3
     workers.run(2, g.open_gate, "stillness")
@@ -134,3 +136,21 @@ def test_contexts_end_when_the_origin_dies_during_its_pass() -> None:
         job.run(2, g.open_gate, "orphan")
         for rank in (1, 2):
             job.run(rank, g.no_contexts_left)
+
+
+def _backward_through(pid: int) -> str | None:
+    """Kill worker1 between the forward and the backward pass; return the worker that the error names."""
+    a = torch.ones(2, requires_grad=True)
+    with autograd.context() as context_id:
+        x = rpc.rpc_sync("worker1", torch.neg, args=(a,))
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ConnectionLostError) as raised:
+            autograd.backward(context_id, [x.sum()])
+    return raised.value.worker
+
+
+def test_a_pass_through_a_worker_that_died_before_it_names_the_worker() -> None:
+    with cluster(2) as job:
+        assert job.run(0, _backward_through, job.run(1, os.getpid)) == "worker1"
+        job.wait(1)
+        job.run(0, g.no_contexts_left)

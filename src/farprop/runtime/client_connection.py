@@ -374,6 +374,7 @@ class ClientConnection(AnswerReader):
             self.lose(str(error))
             if is_open:
                 not_run(error)
+                error.worker = self.peer
                 raise
         except Exception:
             raise  # nothing was sent
@@ -439,11 +440,11 @@ class ClientConnection(AnswerReader):
             self._to_fail.pop()
 
     def _lost_error(self) -> ConnectionLostError:
-        return explained(
-            ConnectionLostError(
-                f"Lost the connection to {self.peer}: {self._lost}. It has shut down or died, or the network is cut."
-            )
+        error = ConnectionLostError(
+            f"Lost the connection to {self.peer}: {self._lost}. It has shut down or died, or the network is cut."
         )
+        error.worker = self.peer
+        return explained(error)
 
     def send(self, notice: Message) -> None:
         """Send a message that has no answer; raises as ``Connection.send`` does."""

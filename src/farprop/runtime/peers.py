@@ -115,6 +115,7 @@ class Peers:
                 if timeout is not None and time.monotonic() - began >= timeout:
                     raise not_run(timeout_error(name, timeout)) from error
                 explained(not_run(error))
+                error.worker = name
                 raise
 
     def _dial_now(self, name: str, deadline: float) -> ClientConnection:

@@ -140,6 +140,7 @@ class ContextCleanup:
                 if rank in local.partners and not local.machine.failed and not local.machine.ended:
                     name = self._peers.name_of_rank(rank)
                     error = ConnectionLostError(f"The connection to {name} was lost during a backward pass.")
+                    error.worker = name
                     self._peers.submit(self._aborter.fail, local, explained(error))
 
     def on_death(self, rank: int) -> None:
