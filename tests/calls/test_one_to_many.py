@@ -180,6 +180,7 @@ def _gradients() -> None:
     assert torch.equal(gradient, torch.full((LARGE,), 3 * 2.0 + 0 + 1 + 2))
 
 
+@pytest.mark.without_tls_too
 def test_what_works(transport: str) -> None:
     with cluster(4) as job:
         for part in (_results, _each_has_its_own, _map, _errors, _references, _gradients):
