@@ -81,35 +81,6 @@ async def kinds_in_turn_async(n: int) -> AsyncIterator[str]:
         for _ in range(n):
             await asyncio.sleep(0)
             yield kind()
-            await asyncio.sleep(0)
-    finally:
-        await asyncio.sleep(0)
-        closed_in.append(kind())
-
-
-closed_in: list[str] = []
-
-
-def take_closed_in() -> list[str]:
-    taken = list(closed_in)
-    closed_in.clear()
-    return taken
-
-
-def large_kind(tensor: torch.Tensor) -> str:
-    return str(torch.mm(tensor, tensor).dtype)
-
-
-def kinds_in_turn(n: int) -> Iterator[str]:
-    for _ in range(n):
-        yield kind()
-
-
-async def kinds_in_turn_async(n: int) -> AsyncIterator[str]:
-    try:
-        for _ in range(n):
-            await asyncio.sleep(0)
-            yield kind()
     finally:
         await asyncio.sleep(0)
         closed_in.append(kind())
