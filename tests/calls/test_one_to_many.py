@@ -17,7 +17,7 @@ import torch
 
 import farprop.autograd as autograd
 import farprop.rpc as rpc
-from farprop.errors import ConnectionLostError, GatherError, RpcTimeoutError, UsageError
+from farprop.errors import ConnectionLostError, GatherError, OverloadedError, RpcTimeoutError, UsageError
 from farprop.runtime import chunk_sender, parcels
 from farprop.runtime.agent_registry import current_agent
 from farprop.transport.shared_copies import SharedCopies
@@ -318,6 +318,39 @@ def _share_for_nothing() -> None:
 
 def _drop_soon() -> None:
     parcels._UNCLAIMED_SECONDS = 0.1
+
+
+# Too many at once
+
+
+def _hold(_: torch.Tensor) -> str:
+    return f.wait_for_gate()
+
+
+def _map_too_much() -> None:
+    _futures["mapped"] = rpc.map(["worker0", "worker1"], _hold, [(torch.ones(LARGE),)] * 8)
+    _futures["refused"] = rpc.broadcast(["worker0", "worker1"], _hold, (torch.ones(LARGE),))
+    for future in _futures["refused"].values():
+        with pytest.raises(OverloadedError):
+            future.wait()
+
+
+def _gather_mapped() -> list[type]:
+    return [type(outcome) for outcome in rpc.gather(_futures["mapped"], return_exceptions=True)]
+
+
+@pytest.mark.one_transport
+def test_calls_that_are_refused_leave_no_parcel() -> None:
+    env = {"FARPROP_WHEN_FULL": "raise", "FARPROP_IN_FLIGHT_BYTES": str(6 * LARGE)}
+    with cluster(2, env) as job:
+        job.run(0, _map_too_much)
+        for rank in (0, 1):
+            job.run(rank, f.open_gate)
+        outcomes = job.run(0, _gather_mapped)
+        assert outcomes[:2] == [str, str]
+        assert OverloadedError in outcomes
+        for rank in (0, 1):
+            wait_until(lambda rank=rank: job.run(rank, _has_nothing))
 
 
 # Between hosts

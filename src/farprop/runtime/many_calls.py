@@ -392,17 +392,22 @@ class _Sending:
         try:
             parcel.layout.write_to(copy.write)
             uses = Counter(item.entry.rank for item in near if self._needs_parcel(item))
-            given: set[int] = set()
+            sent: dict[int, list[Any]] = {}
             for item in near:
                 rank = item.entry.rank
-                if rank in uses and rank not in given:
-                    given.add(rank)
+                if rank in uses and rank not in sent:
+                    sent[rank] = []
                     self._told.append(rank)
                     if rank == own:
                         many._parcels.arrive(parcel_id, uses[rank], copy)
                     else:
                         many._parcels.share(parcel_id, Stop(rank, uses[rank]), copy)
-                self._send(item, self._parts)
+                if self._send(item, self._parts) is not None and self._needs_parcel(item):
+                    sent[rank].append(item.future)
+            for rank, futures in sent.items():
+                if len(futures) < uses[rank]:
+                    # The others were refused, for example because too much is on its way: it expects them in vain.
+                    self._drop_after(futures, parcel.number, rank)
         finally:
             copy.release()
 
@@ -429,6 +434,11 @@ class _Sending:
 
     def _needs_parcel(self, item: _Item) -> bool:
         return any(type(part) is ParcelPart for part in self._parts[id(item.encoded.message)][1])
+
+    def _drop_after(self, futures: list[Any], number: int, rank: int) -> None:
+        """Have a worker drop the parcel once these calls are done."""
+        done = torch.futures.collect_all(futures)
+        done.add_done_callback(lambda _: self._services.submit(self._drop, number, [rank]))
 
     def _drop(self, number: int, ranks: Sequence[int]) -> None:
         for rank in ranks:
