@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import farprop.rpc as rpc
 from farprop.errors import ProtocolError
 from farprop.runtime.agent_registry import current_agent
 from farprop.runtime.call_modes import CallModes
-from tests.support.workers import Cluster
+from tests.references.looking import wait_until
+from tests.support.workers import Cluster, cluster
 
 WEIGHT = torch.linspace(-1, 1, 16).reshape(4, 4).requires_grad_()
 
@@ -69,6 +71,32 @@ class Layer:
         return self.made_in, kind()
 
 
+def kinds_in_turn(n: int) -> Iterator[str]:
+    for _ in range(n):
+        yield kind()
+
+
+async def kinds_in_turn_async(n: int) -> AsyncIterator[str]:
+    try:
+        for _ in range(n):
+            await asyncio.sleep(0)
+            yield kind()
+    finally:
+        await asyncio.sleep(0)
+        closed_in.append(kind())
+
+
+closed_in: list[str] = []
+
+
+def how_it_was_closed() -> list[str]:
+    return sorted(closed_in)
+
+
+def kind_of(x: torch.Tensor) -> str:
+    return str(torch.mm(x, x).dtype)
+
+
 def layer(x: torch.Tensor) -> torch.Tensor:
     return torch.mm(torch.mm(x, WEIGHT), WEIGHT)
 
@@ -107,6 +135,65 @@ def _holds() -> None:
 
 def test_it_holds_in_called_functions(workers: Cluster) -> None:
     workers.run(0, _holds)
+
+
+def _holds_in_streams() -> None:
+    low, plain = "torch.bfloat16", "torch.float32"
+    for function in (kinds_in_turn, kinds_in_turn_async):
+        for to in ("worker1", "worker0"):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                stream = rpc.stream(to, function, (6,), window=2)
+                with torch.autocast("cpu", enabled=False):
+                    other = rpc.stream(to, function, (6,), window=2)
+            # It holds where the stream was opened, not where its items are taken.
+            assert list(zip(stream, other, strict=True)) == [(low, plain)] * 6
+            assert {rpc.rpc_sync(to, kind) for _ in range(20)} == {plain}
+    for to in ("worker1", "worker0"):
+        wait_until(lambda to=to: rpc.rpc_sync(to, how_it_was_closed) == [low, plain])
+
+
+def test_it_holds_in_generators(workers: Cluster) -> None:
+    workers.run(0, _holds_in_streams)
+
+
+async def _stream_before_the_first_call() -> tuple[list[str], bool]:
+    """A thread of the pool dials the worker, and sends the call."""
+    assert "worker1" not in current_agent().peers.connections
+    x = torch.ones(2, 2, requires_grad=True)
+    async with dist_autograd.context():
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+            stream = rpc.stream("worker1", kinds_in_turn, (3,))
+            other = rpc.stream("worker1", _is_leaf, (x,))
+        return [item async for item in stream], await anext(other)
+
+
+def _is_leaf(x: torch.Tensor) -> Iterator[bool]:
+    yield x.is_leaf
+
+
+def _run_stream_before_the_first_call() -> None:
+    assert asyncio.run(_stream_before_the_first_call()) == (["torch.bfloat16"] * 3, True)
+
+
+def test_modes_are_those_of_the_coroutine_that_opens_a_stream() -> None:
+    with cluster(2) as job:
+        job.run(0, _run_stream_before_the_first_call)
+
+
+def _holds_in_calls_to_many() -> None:
+    low, plain = "torch.bfloat16", "torch.float32"
+    names = ["worker0", "worker1", "worker2"]
+    for size in (2, 512):  # in the calls themselves, and as a parcel
+        x = torch.ones(size, size)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            broadcast, mapped = rpc.broadcast(names, kind_of, (x,)), rpc.map(names, kind_of, [(x,)] * 4)
+        assert rpc.gather(broadcast) == dict.fromkeys(names, low)
+        assert rpc.gather(mapped) == [low] * 4
+        assert rpc.gather(rpc.broadcast(names, kind_of, (x,))) == dict.fromkeys(names, plain)
+
+
+def test_it_holds_in_calls_to_many_workers(workers: Cluster) -> None:
+    workers.run(0, _holds_in_calls_to_many)
 
 
 def _gradients() -> None:

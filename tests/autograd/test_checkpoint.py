@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -176,6 +177,65 @@ def _random_numbers() -> None:
 
 def test_each_worker_draws_the_same_random_numbers_again(workers: Cluster) -> None:
     workers.run(0, _random_numbers)
+
+
+def _to_many() -> None:
+    names = ["worker1", "worker2"]
+    for rows in (1, 20_000):  # in the calls themselves, and as a parcel
+        with dist_autograd.context() as context_id:
+            x = _input().detach().repeat(rows, 1).requires_grad_()
+
+            def region(z: torch.Tensor) -> torch.Tensor:
+                first = rpc.gather(rpc.broadcast(names, with_dropout, (z,)))
+                second = rpc.gather(rpc.map(names, with_dropout, [(first["worker1"],), (first["worker2"],)]))
+                return torch.sin(second[0] * second[1])
+
+            y = checkpoint(region, x, use_reentrant=False)
+            dist_autograd.backward(context_id, [y.sum()])
+            found = dist_autograd.get_gradients(context_id)[x]
+            drawn = [rpc.rpc_sync(name, take_masks) for name in names]
+        expected = x.detach().requires_grad_()
+        results = []
+        for masks in drawn:
+            assert len(masks) == 4, "each worker runs its own part again, and is called once"
+            a, b = masks[:2]
+            again = masks[2:]
+            assert all(any(torch.equal(mask, other) for other in again) for mask in (a, b)), "other random numbers"
+            results.append(torch.sin(torch.sin(expected * WEIGHT * a) * a * WEIGHT * b) * b)
+        torch.sin(results[0] * results[1]).sum().backward()
+        torch.testing.assert_close(found, expected.grad)
+        WEIGHT.grad = None
+
+
+def test_calls_to_many_workers_are_made_once(workers: Cluster) -> None:
+    workers.run(0, _to_many)
+
+
+def sines(x: torch.Tensor, n: int) -> Iterator[torch.Tensor]:
+    ran.append("sines")
+    for number in range(n):
+        yield torch.sin(x * (number + 1))
+
+
+def _streams() -> None:
+    x = _input()
+    torch.stack([torch.sin(torch.sin(x * (number + 1)) * x) for number in range(5)]).sum().backward()
+    for window in (1, 16):
+        with dist_autograd.context() as context_id:
+            z = _input()
+
+            def region(z: torch.Tensor, window: int = window) -> torch.Tensor:
+                stream = rpc.stream("worker1", sines, (z, 5), window=window)
+                return torch.stack([torch.sin(item * z) for item in stream]).sum(0)
+
+            y = checkpoint(region, z, use_reentrant=False)
+            dist_autograd.backward(context_id, [y.sum()])
+            torch.testing.assert_close(dist_autograd.get_gradients(context_id)[z], x.grad)
+            assert rpc.rpc_sync("worker1", take_ran) == ["sines"]
+
+
+def test_generators_run_once(workers: Cluster) -> None:
+    workers.run(0, _streams)
 
 
 def _count_and_neg(x: torch.Tensor) -> torch.Tensor:

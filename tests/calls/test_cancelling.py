@@ -85,6 +85,7 @@ def _what_has_run(to: str) -> list[Any]:
     return rpc.rpc_sync(to, f.noted)  # type: ignore[no-any-return]
 
 
+@pytest.mark.without_tls_too
 def test_what_has_not_begun_never_runs(env: dict[str, str]) -> None:
     with cluster(2, env, options=ONE_THREAD) as c:
         for rank in (1, 0):
@@ -183,6 +184,7 @@ class _Relay:
         return rpc.rpc_async(to, f.coroutine_until_cancelled, args=(value,))
 
 
+@pytest.mark.without_tls_too
 def test_what_has_begun_is_stopped_or_its_result_is_dropped(env: dict[str, str]) -> None:
     with cluster(2, env) as c:
         c.run(0, _cancel_what_runs)

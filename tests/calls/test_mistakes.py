@@ -46,6 +46,13 @@ def _wrong_args() -> None:
         for wrong in ([1], "ab", x, 3):
             with pytest.raises(TypeError, match="kwargs should be a dict"):
                 call("worker1", f.identity, kwargs=wrong)  # type: ignore[call-overload]
+    for wrong in (x, "ab", {}):
+        with pytest.raises(TypeError, match=r"args should be a tuple"):
+            rpc.stream("worker1", iter, args=wrong)  # type: ignore[call-overload]
+        with pytest.raises(TypeError, match=r"args should be a tuple"):
+            rpc.broadcast(["worker1"], f.identity, args=wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"args should be a tuple"):
+            rpc.map(["worker1"], f.identity, [(1,), wrong])  # type: ignore[list-item]
     with pytest.raises(TypeError, match=r"args should be a tuple .* a Tensor"):
         rpc.rpc_sync("worker1", f.identity, args=x, retry=rpc.Retry(2))  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"args should be a tuple .* an? int"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ import torch
 
 import farprop.autograd as autograd
 import farprop.rpc as rpc
-from farprop.errors import ConnectionLostError, GatherError, RpcTimeoutError, UsageError
+from farprop.errors import ConnectionLostError, GatherError, OverloadedError, RpcTimeoutError, UsageError
 from farprop.runtime import chunk_sender, parcels
 from farprop.runtime.agent_registry import current_agent
 from farprop.transport.shared_copies import SharedCopies
@@ -153,12 +154,12 @@ def _errors() -> None:
     ):
         with pytest.raises(UsageError, match=text):
             rpc.broadcast(workers, f.note, (x,))
-    with pytest.raises(TypeError, match=r"not a Tensor.*\(x,\)"):
+    with pytest.raises(TypeError, match=r"is a Tensor.*args=\(x,\)"):
         rpc.broadcast(OTHERS, f.note, x)
     with pytest.raises(UsageError, match="no workers"):
         rpc.map([], f.note, [(1,)])
-    with pytest.raises(TypeError, match="lock"):
-        rpc.broadcast(OTHERS, f.note, (x, __import__("threading").Lock()))
+    with pytest.raises(TypeError, match=r"args\[1\]\['lock'\] \(a _thread.lock\) can't be sent to other workers"):
+        rpc.broadcast(OTHERS, f.note, (x, {"lock": threading.Lock()}))
     assert not any(rpc.gather(rpc.broadcast(ALL, f.noted)).values()), "something was sent nevertheless"
 
 
@@ -180,6 +181,7 @@ def _gradients() -> None:
     assert torch.equal(gradient, torch.full((LARGE,), 3 * 2.0 + 0 + 1 + 2))
 
 
+@pytest.mark.without_tls_too
 def test_what_works(transport: str) -> None:
     with cluster(4) as job:
         for part in (_results, _each_has_its_own, _map, _errors, _references, _gradients):
@@ -316,6 +318,39 @@ def _share_for_nothing() -> None:
 
 def _drop_soon() -> None:
     parcels._UNCLAIMED_SECONDS = 0.1
+
+
+# Too many at once
+
+
+def _hold(_: torch.Tensor) -> str:
+    return f.wait_for_gate()
+
+
+def _map_too_much() -> None:
+    _futures["mapped"] = rpc.map(["worker0", "worker1"], _hold, [(torch.ones(LARGE),)] * 8)
+    _futures["refused"] = rpc.broadcast(["worker0", "worker1"], _hold, (torch.ones(LARGE),))
+    for future in _futures["refused"].values():
+        with pytest.raises(OverloadedError):
+            future.wait()
+
+
+def _gather_mapped() -> list[type]:
+    return [type(outcome) for outcome in rpc.gather(_futures["mapped"], return_exceptions=True)]
+
+
+@pytest.mark.one_transport
+def test_calls_that_are_refused_leave_no_parcel() -> None:
+    env = {"FARPROP_WHEN_FULL": "raise", "FARPROP_IN_FLIGHT_BYTES": str(6 * LARGE)}
+    with cluster(2, env) as job:
+        job.run(0, _map_too_much)
+        for rank in (0, 1):
+            job.run(rank, f.open_gate)
+        outcomes = job.run(0, _gather_mapped)
+        assert outcomes[:2] == [str, str]
+        assert OverloadedError in outcomes
+        for rank in (0, 1):
+            wait_until(lambda rank=rank: job.run(rank, _has_nothing))
 
 
 # Between hosts

@@ -73,6 +73,7 @@ def _iterate() -> None:
     assert next(stream, "over") == "over"
 
 
+@pytest.mark.without_tls_too
 def test_items_arrive_in_order(env: dict[str, str]) -> None:
     with cluster(2, env) as c:
         c.run(0, _iterate)
@@ -307,6 +308,7 @@ def _close_early() -> None:
     taker.join()
 
 
+@pytest.mark.without_tls_too
 def test_early_ends_close_the_generator(env: dict[str, str]) -> None:
     with cluster(2, env) as c:
         c.run(0, _close_early)

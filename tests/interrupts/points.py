@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import _thread
 import ast
+import asyncio
 import dis
 import functools
 import linecache
@@ -30,6 +31,9 @@ from typing import Any, NamedTuple
 import farprop
 
 _SOURCE = str(Path(farprop.__file__).parent)
+# An exception in the middle of asyncio's own code may lose the wake-up of a task. The handler that asyncio.run installs
+# raises none, and no program can do better.
+_ASYNCIO = str(Path(asyncio.__file__).parent)
 _CHECKING = frozenset(
     code
     for code, name in enumerate(dis.opname)
@@ -135,6 +139,8 @@ class Interrupts:
 
     def _on_signal(self, _: int, frame: FrameType | None) -> None:
         self.delivered = _where(frame)
+        if frame is not None and frame.f_code.co_filename.startswith(_ASYNCIO):
+            return
         raise KeyboardInterrupt(self.delivered)
 
     def _on_call(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import torch
 
 import farprop.autograd as dist_autograd
 import farprop.rpc as rpc
 from farprop.optim import DistributedOptimizer
+from farprop.runtime.agent_registry import current_agent
 
 Operation = Callable[[], object]
 
@@ -98,8 +104,86 @@ def async_many() -> Operation:
     return run
 
 
+def awaited() -> Operation:
+    async def main() -> Any:
+        return await rpc.rpc_async("worker1", same, args=(1,))
+
+    return lambda: asyncio.run(main())
+
+
+def awaited_by_asyncio_run() -> Operation:
+    """With the handler that asyncio.run installs in programs that have none: the first Ctrl-C cancels the task."""
+
+    async def main() -> Any:
+        return await rpc.rpc_async("worker1", same, args=(1,))
+
+    def run() -> None:
+        with mock.patch("signal.default_int_handler", signal.getsignal(signal.SIGINT)):
+            asyncio.run(main())
+
+    return run
+
+
+def awaited_together() -> Operation:
+    async def main() -> list[Any]:
+        return await asyncio.gather(*[rpc.rpc_async("worker1", same, args=(number,)) for number in range(5)])
+
+    return lambda: asyncio.run(main())
+
+
+def awaited_from_self() -> Operation:
+    async def main() -> Any:
+        return await rpc.rpc_async("worker0", doubled, args=(1,))
+
+    return lambda: asyncio.run(main())
+
+
+async def doubled(number: int) -> int:
+    """Awaits a call of its own."""
+    return 2 * int(await rpc.rpc_async("worker1", same, args=(number,)))
+
+
+async def linger() -> None:
+    """Ends by itself, soon: an interrupt before the cancel leaves the call open."""
+    await asyncio.sleep(0.3)
+
+
+def cancel() -> Operation:
+    def run() -> None:
+        future = rpc.rpc_async("worker1", linger)
+        future.cancel()
+        with suppress(CancelledError):
+            future.wait()
+
+    return run
+
+
+def cancel_remote() -> Operation:
+    def run() -> None:
+        rref = rpc.remote("worker1", linger)
+        rref._get_future().cancel()
+
+    return run
+
+
+def cancelled_task() -> Operation:
+    async def main() -> None:
+        task = asyncio.ensure_future(rpc.rpc_async("worker1", linger))
+        await asyncio.sleep(0)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    return lambda: asyncio.run(main())
+
+
 def numbers(n: int) -> Iterator[int]:
     yield from range(n)
+
+
+async def numbers_async(n: int) -> AsyncIterator[int]:
+    for number in range(n):
+        yield number
 
 
 def stream() -> Operation:
@@ -115,9 +199,40 @@ def stream_left_early() -> Operation:
     return run
 
 
+def stream_in_coroutine() -> Operation:
+    async def main() -> list[int]:
+        return [number async for number in rpc.stream("worker1", numbers_async, args=(5,), window=2)]
+
+    return lambda: asyncio.run(main())
+
+
 def many() -> Operation:
     large = torch.ones(100_000)
     return lambda: rpc.gather(rpc.broadcast(["worker0", "worker1"], same, args=(large,)))
+
+
+def many_small() -> Operation:
+    return lambda: rpc.gather(rpc.broadcast(["worker0", "worker1"], same, args=(1,)))
+
+
+def many_mapped() -> Operation:
+    large = torch.ones(100_000)
+    return lambda: rpc.gather(rpc.map(["worker0", "worker1"], pair, [(large, number) for number in range(4)]))
+
+
+def pair(tensor: torch.Tensor, number: int) -> tuple[float, int]:
+    return float(tensor[0]), number
+
+
+def many_on_other_hosts() -> Operation:
+    """The parcel goes in chunks."""
+    large = torch.ones(600_000)
+
+    def run() -> None:
+        with mock.patch.object(current_agent().call_many.__self__, "_is_near", return_value=False):
+            rpc.gather(rpc.broadcast(["worker0", "worker1"], same, args=(large,)))
+
+    return run
 
 
 def remote() -> Operation:
@@ -249,9 +364,20 @@ PROGRAMS: dict[str, Callable[[], Operation]] = {
         async_with_callback,
         wait_for_done,
         async_many,
+        awaited,
+        awaited_by_asyncio_run,
+        awaited_together,
+        awaited_from_self,
+        cancel,
+        cancel_remote,
+        cancelled_task,
         stream,
         stream_left_early,
+        stream_in_coroutine,
         many,
+        many_small,
+        many_mapped,
+        many_on_other_hosts,
         remote,
         remote_to_self,
         own_reference,

@@ -339,6 +339,7 @@ def _own_state() -> dict[str, int]:
     state["references to settle"] = not agent.references.settled
     state["waiters"] = len(agent.gradients._waiters)
     state["streams"] = len(agent.streams) + len(agent.served_streams)
+    state["parcels"] = not agent.parcels.is_empty
     return state
 
 

@@ -55,3 +55,25 @@ def test_loop_that_is_closed_is_left_alone() -> None:
     inbox.put(waiter)
     inbox.put(waiter)
     assert not waiter.done()
+
+
+def test_waiter_that_ctrl_c_cancels_in_the_middle_is_left_alone() -> None:
+    """The handler of asyncio.run cancels the task between two opcodes, and with it what the task waits for."""
+
+    class CancelledMeanwhile(asyncio.Future[None]):
+        def done(self) -> bool:
+            was_done = super().done()
+            self.cancel()
+            return was_done
+
+    async def main() -> list[object]:
+        reported: list[object] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, report: reported.append(report))
+        inbox, cancelled, other = LoopInbox(loop), CancelledMeanwhile(loop=loop), loop.create_future()
+        inbox.put(cancelled)
+        inbox.put(other)
+        await other
+        return reported
+
+    assert asyncio.run(main()) == []

@@ -11,6 +11,7 @@ from farprop._torch import profiler_enabled
 from farprop.errors import GatherError, UsageError
 from farprop.ids import WorkerInfo
 from farprop.rpc import api
+from farprop.rpc.call_arguments import args_of, kwargs_of
 from farprop.rpc.constants import UNSET_RPC_TIMEOUT
 from farprop.rpc.internal import _internal_rpc_pickler
 from farprop.rpc.options import checked_timeout
@@ -50,12 +51,13 @@ def broadcast(
 
     Raises:
         UsageError: This process is not a worker, there is no such worker, or one is given twice. Nothing was sent.
+        TypeError: ``args`` is no tuple, or an argument can't be sent. Nothing was sent.
 
     Example:
         ``rpc.gather(rpc.broadcast(["worker1", "worker2"], load_weights, args=(model.state_dict(),)))``
     """
     targets = _targets(workers)
-    pair = _checked(args), dict(kwargs or {})
+    pair = args_of(args), kwargs_of(kwargs)
     futures = _call(targets, func, [pair] * len(targets), timeout)
     return {target.name: future for target, future in zip(targets, futures, strict=True)}
 
@@ -87,13 +89,14 @@ def map(
     Raises:
         UsageError: This process is not a worker, there is no such worker, one is given twice, or there are arguments
             and no workers. Nothing was sent.
+        TypeError: One of ``list_of_args`` is no tuple, or an argument can't be sent. Nothing was sent.
 
     Example:
         ``losses = rpc.gather(rpc.map(["worker1", "worker2"], evaluate, [(model, shard) for shard in shards]))``
     """
     targets = _targets(workers)
-    common = dict(kwargs or {})
-    pairs = [(_checked(args), common) for args in list_of_args]
+    common = kwargs_of(kwargs)
+    pairs = [(args_of(args), common) for args in list_of_args]
     if pairs and not targets:
         raise UsageError(f"rpc.map has the arguments of {len(pairs)} calls, and no workers to make them on.")
     return list(_call([targets[index % len(targets)] for index in range(len(pairs))], func, pairs, timeout))
@@ -159,17 +162,6 @@ def _targets(workers: Iterable[Worker]) -> list[WorkerInfo]:
             raise UsageError(f"{target.name} is given twice. Each worker gets its call once: give it once.")
         seen.add(target.name)
     return targets
-
-
-def _checked(args: Any) -> tuple[Any, ...]:
-    if args is None:
-        return ()
-    if not isinstance(args, tuple | list):
-        raise TypeError(
-            f"The arguments of a call have to be a tuple, and not a {type(args).__name__}. For one argument, write a "
-            "comma behind it: (x,)."
-        )
-    return tuple(args)
 
 
 def _call(

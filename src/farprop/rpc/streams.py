@@ -10,6 +10,7 @@ from farprop.errors import UsageError
 from farprop.ids import WorkerInfo
 from farprop.protocol.streams import MAX_WINDOW
 from farprop.rpc import api
+from farprop.rpc.call_arguments import args_of, kwargs_of
 from farprop.rpc.constants import UNSET_RPC_TIMEOUT
 from farprop.rpc.options import checked_timeout
 from farprop.runtime.agent_registry import current_agent
@@ -145,7 +146,7 @@ def stream(
 
     Raises:
         UsageError: This process is not a worker, or there is no such worker.
-        TypeError: ``func`` can't be called, or ``window`` is no integer.
+        TypeError: ``func`` can't be called, ``args`` is no tuple, or ``window`` is no integer.
         ValueError: ``window`` or ``timeout`` is out of range.
 
     Example:
@@ -155,6 +156,7 @@ def stream(
     worker = api._to_worker_info(to).name
     if not callable(func):
         api._check_name(func)
+    positional, named = args_of(args), kwargs_of(kwargs)
     if type(window) is not int:
         raise TypeError(f"window is a number of items, not {window!r}.")
     if not 1 <= window <= MAX_WINDOW:
@@ -166,7 +168,7 @@ def stream(
     # In this order: if an interrupt comes, the finaliser closes what was opened.
     made: Stream[Any] = Stream(calls, calls.new(worker, func, seconds, window))
     try:
-        made._call.open(tuple(args) if args else (), kwargs or {})
+        made._call.open(positional, named)
     except BaseException:
         made.close()
         raise

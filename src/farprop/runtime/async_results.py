@@ -150,15 +150,16 @@ class AsyncioThread:
         self._lock = make_lock("asyncio_thread")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._is_closed = False
 
     @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop, which runs."""
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The loop, which runs; None after ``close``."""
         return self._loop or self._started()
 
-    def _started(self) -> asyncio.AbstractEventLoop:
+    def _started(self) -> asyncio.AbstractEventLoop | None:
         with self._lock:
-            if self._loop is None:
+            if self._loop is None and not self._is_closed:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(
                     target=self._run_forever, args=(self._loop,), name=f"farprop-async-{self._worker}", daemon=True
@@ -174,6 +175,7 @@ class AsyncioThread:
     def close(self) -> None:
         """Cancel all coroutines and end the thread."""
         with self._lock:
+            self._is_closed = True
             if self._loop is None or self._thread is None:
                 return
             loop, thread = self._loop, self._thread
@@ -234,7 +236,12 @@ class AsyncResults:
     ) -> None:
         """A function has returned a coroutine or a deferred value, which runs in this autograd context."""
         if isinstance(value, CoroutineType):
-            run = CoroutineRun(self._coroutines.loop, value, answer, fail)
+            loop = self._coroutines.loop
+            if loop is None:  # this worker shuts down
+                value.close()
+                fail(_cancelled())
+                return
+            run = CoroutineRun(loop, value, answer, fail)
             if request.stop_with(run.stop):
                 run.give_up()
                 return

@@ -43,9 +43,9 @@ from farprop.runtime.references.rref_context import RRefContext
 from farprop.runtime.references.user_references import RRefHandle
 from farprop.wire import unsendable
 from farprop.wire.codec import decode_with
-from farprop.wire.dialect import Dialect, EncodeCall
+from farprop.wire.dialect import Dialect
 from farprop.wire.function_names import shown_name
-from farprop.wire.message import ANSWER, CUT, MODES, SYSTEM, TRACED, Creation, Message
+from farprop.wire.message import ANSWER, CUT, MODES, SYSTEM, TRACED, Creation, Message, Method
 from farprop.wire.tensors import DeviceMapRequired, Place
 from farprop.wire.trace_head import TraceHead
 
@@ -53,6 +53,7 @@ _log = logging.getLogger(__name__)
 
 _is_grad_enabled = torch.is_grad_enabled
 _now = time.monotonic
+_OPENS_STREAM = Method.STREAM_OPEN.value
 
 
 class Calls:
@@ -266,14 +267,36 @@ class Calls:
 
     # Parts of a call, for calls of many workers
 
-    def names_of(self, function: Any) -> tuple[bytes | None, bytes]:
-        """The name by which a function travels, or None if it is encoded; and the one that is shown then."""
-        name = self._name_of(function)
-        return name, b"" if name is not None else b":" + shown_name(b"", function).encode()
+    def encode_for_many(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        graph: list[torch.Tensor] | None,
+    ) -> Message:
+        """Encode a call before it is known who gets it. ``graph`` gets the tensors that require grad.
 
-    @property
-    def encode_call(self) -> EncodeCall:
-        return self._encode_call
+        Raises:
+            DeviceMapRequired: it depends on who gets it.
+        """
+        name = self._name_of(function)
+        if dual_level() >= 0:
+            transforms.refuse_dual(args, kwargs)
+        try:
+            message = self._encode_call(function if name is None else None, args, kwargs, graph)
+        except DeviceMapRequired:
+            raise
+        except Exception as error:
+            better = transforms.explanation() if isinstance(error, RuntimeError) else None
+            if better is not None:
+                raise better from error
+            self._explain(error, "other workers", function, args, kwargs)
+            raise
+        if name is not None:
+            message.name = name
+        else:
+            message.function_name = b":" + shown_name(b"", function).encode()
+        return message
 
     def response(self, timeout: float | None, future: Future, context: Context | None, rank: int) -> FutureResponse:
         return FutureResponse(timeout, future, self.value_of, context, rank, self._describe_async)
@@ -287,6 +310,8 @@ class Calls:
             context.attach(message, rank, graph, ended=self._ended.for_request(rank))
             if message.autograd is not None and message.autograd.ended:
                 call.on_answered = partial(self._ended.on_answered, rank, message.autograd.ended)
+        if is_any_autocast_enabled():
+            self._attach_modes(message, keeps_graph=False)
         if message.out_of_band:
             call.keep = message.out_of_band
             self._references.attach_refs(message, rank, connection, lend=True)
@@ -365,8 +390,11 @@ class Calls:
         unsendable.explain(error, parts, encode, to)
 
     def _attach_modes(self, message: Message, keeps_graph: bool) -> None:
-        if len(message.name) == 1 or message.flags & SYSTEM:
+        opens_stream = message.name == _OPENS_STREAM
+        if (len(message.name) == 1 and not opens_stream) or message.flags & SYSTEM:
             return  # it runs no function of the program
+        # A generator is no function that could run again from its beginning, so it is not checkpointed.
+        keeps_graph = keeps_graph and not opens_stream
         modes = modes_here(self._sends_autocast and is_any_autocast_enabled(), keeps_graph)
         if modes:
             message.modes = modes

@@ -104,12 +104,16 @@ class ChunkSender:
         self._window = ChunkWindow(chunks_of(size), _MOST_UNCONFIRMED)
         # Those behind it have as long each, before this one is taken for stopped.
         self._patience = STALL_SECONDS * (1 + len(route))
+        self._is_announced = False
         self._is_over = False
+        self._is_stopped = False
         self._heard = time.monotonic()
         self._timer: TimerHandle | None = None
 
     def start(self) -> None:
         """Dial the worker, if need be, and say what comes. The chunks are sent as they are offered."""
+        if self._is_over:  # it was stopped
+            return
         args = (*self._parcel, self._size, self._route)
         try:
             self._network.send_method(
@@ -117,6 +121,12 @@ class ChunkSender:
             )
         except FarpropError as error:
             self._end(error=error)
+            return
+        with self._lock:
+            self._is_announced = True
+            is_stopped = self._is_stopped
+        if is_stopped:  # meanwhile: whoever stopped it could not tell the worker
+            drop(self._network, self._parcel, self._to)
             return
         self._heard = time.monotonic()
         self._look_later()
@@ -134,7 +144,7 @@ class ChunkSender:
     def _send(self) -> None:
         while True:
             with self._lock:
-                index = None if self._is_over or self._timer is None else self._window.take()
+                index = self._window.take() if self._is_announced and not self._is_over else None
             if index is None:
                 return
             parts = self._read(index)
@@ -188,10 +198,11 @@ class ChunkSender:
     def stop(self) -> None:
         """Send nothing any more, tell the worker so, and call nobody."""
         with self._lock:
-            self._is_over = True
-            timer = self._timer
+            self._is_over = self._is_stopped = True
+            timer, is_announced = self._timer, self._is_announced
         if timer is not None:
             timer.cancel()
+        if is_announced:
             drop(self._network, self._parcel, self._to)
 
     # Whether it does anything

@@ -50,8 +50,10 @@ class LoopInbox:
             # Not more than there are now: others want the loop, too.
             for _ in range(len(self._done)):
                 waiter = self._done.popleft()
-                if not waiter.done():
+                try:
                     waiter.set_result(None)
+                except asyncio.InvalidStateError:
+                    pass  # its task was cancelled; to look first would not do, Ctrl-C may cancel it after that
         except BaseException:
             self.loop.call_soon(self._take)  # Ctrl-C
             raise

@@ -26,9 +26,11 @@ from farprop.ids import WorkerInfo
 from farprop.locks import make_lock
 from farprop.protocol.parcels import GiveUp, ParcelId, Route, Send, Spread, Stop, hosts_of
 from farprop.protocol.roster import Entry
+from farprop.runtime import checkpoint_regions
 from farprop.runtime.autograd.contexts import Context, current_context
 from farprop.runtime.call_records import RPC_ASYNC, CallRecord
 from farprop.runtime.calls import Calls, FutureResponse
+from farprop.runtime.checkpoint_regions import region_here
 from farprop.runtime.chunk_sender import CHUNK_BYTES, ChunkSender, chunks_of, drop
 from farprop.runtime.client_connection import ClientConnection
 from farprop.runtime.futures import Future
@@ -233,13 +235,15 @@ class ManyCalls:
             timeout: seconds that each call may take; None for no timeout.
             futures: for each call its future.
         """
+        if checkpoint_regions.is_used and region_here() is not None:  # it notes or replays each call
+            self._call_each(workers, function, arguments, timeout, futures)
+            return
         context = current_context.get()
         began = time.monotonic() if recorder.is_on else 0.0
         try:
             encoded = self._encode(function, arguments, context)
         except DeviceMapRequired:  # each worker may have a map of its own
-            for worker, (args, kwargs), future in zip(workers, arguments, futures, strict=True):
-                self._calls.call_async(worker, function, args, kwargs, timeout, future)
+            self._call_each(workers, function, arguments, timeout, futures)
             return
         items: list[_Item] = []
         for worker, pair, future in zip(workers, arguments, futures, strict=True):
@@ -250,20 +254,25 @@ class ManyCalls:
         self._check_sizes(items)
         _Sending(self, items, context, timeout, began).run()
 
+    def _call_each(
+        self,
+        workers: Sequence[WorkerInfo],
+        function: Any,
+        arguments: Sequence[Arguments],
+        timeout: float | None,
+        futures: Sequence[Future],
+    ) -> None:
+        for worker, (args, kwargs), future in zip(workers, arguments, futures, strict=True):
+            self._calls.call_async(worker, function, args, kwargs, timeout, future)
+
     def _encode(self, function: Any, arguments: Sequence[Arguments], context: Context | None) -> dict[int, _Encoded]:
         """Encode all calls, each object once."""
-        name, shown = self._calls.names_of(function)
         encoded: dict[int, _Encoded] = {}
         for pair in arguments:
             if id(pair) in encoded:
                 continue
             graph: list[torch.Tensor] | None = None if context is None or not torch.is_grad_enabled() else []
-            message = self._calls.encode_call(None if name is not None else function, *pair, graph)
-            if name is not None:
-                message.name = name
-            else:
-                message.function_name = shown
-            encoded[id(pair)] = _Encoded(message, graph)
+            encoded[id(pair)] = _Encoded(self._calls.encode_for_many(function, *pair, graph), graph)
         return encoded
 
     def _check_sizes(self, items: Sequence[_Item]) -> None:
@@ -383,17 +392,22 @@ class _Sending:
         try:
             parcel.layout.write_to(copy.write)
             uses = Counter(item.entry.rank for item in near if self._needs_parcel(item))
-            given: set[int] = set()
+            sent: dict[int, list[Any]] = {}
             for item in near:
                 rank = item.entry.rank
-                if rank in uses and rank not in given:
-                    given.add(rank)
+                if rank in uses and rank not in sent:
+                    sent[rank] = []
                     self._told.append(rank)
                     if rank == own:
                         many._parcels.arrive(parcel_id, uses[rank], copy)
                     else:
                         many._parcels.share(parcel_id, Stop(rank, uses[rank]), copy)
-                self._send(item, self._parts)
+                if self._send(item, self._parts) is not None and self._needs_parcel(item):
+                    sent[rank].append(item.future)
+            for rank, futures in sent.items():
+                if len(futures) < uses[rank]:
+                    # The others were refused, for example because too much is on its way: it expects them in vain.
+                    self._drop_after(futures, parcel.number, rank)
         finally:
             copy.release()
 
@@ -420,6 +434,11 @@ class _Sending:
 
     def _needs_parcel(self, item: _Item) -> bool:
         return any(type(part) is ParcelPart for part in self._parts[id(item.encoded.message)][1])
+
+    def _drop_after(self, futures: list[Any], number: int, rank: int) -> None:
+        """Have a worker drop the parcel once these calls are done."""
+        done = torch.futures.collect_all(futures)
+        done.add_done_callback(lambda _: self._services.submit(self._drop, number, [rank]))
 
     def _drop(self, number: int, ranks: Sequence[int]) -> None:
         for rank in ranks:

@@ -275,6 +275,9 @@ class Parcels:
                 following.offer(incoming.stored)
         if following is not None:
             self._services.submit(following.start)
+        if self._services.is_caller_gone():
+            # Nobody else will end it: this may run after ``on_lost``.
+            self._stop([key])
 
         def subscribe(done: Callable[..., None]) -> None:
             with self._lock:

@@ -29,6 +29,8 @@ from farprop.protocol.streams import Action, Answer, Close, Fail, Producer, Run,
 from farprop.runtime.async_results import Answer as AnswerWith
 from farprop.runtime.async_results import AsyncResults, Deferred
 from farprop.runtime.async_results import Fail as FailWith
+from farprop.runtime.call_modes import Autocast
+from farprop.runtime.coroutine_steps import in_steps
 from farprop.runtime.request_queue import Request
 from farprop.runtime.server import PendingReply
 from farprop.runtime.thread_pool import ThreadPool
@@ -220,6 +222,7 @@ class _ServedStream:
         self._served = served
         self._producer = Producer(window)
         self._lock = make_lock("served_stream")
+        self._autocast = Autocast.here()  # the caller's: the request that opens the stream runs in its modes
 
     def open(self) -> None:
         self._perform(self._locked(self._producer.on_opened))
@@ -346,7 +349,10 @@ class _SyncStream(_ServedStream):
             torch.set_grad_enabled(self._is_grad_enabled)
         self._threads.serving[me] = self._served
         try:
-            return self._variables.run(step), None
+            if not self._autocast.dtypes:
+                return self._variables.run(step), None
+            with self._autocast.on():
+                return self._variables.run(step), None
         except BaseException as error:
             return None, error
         finally:
@@ -436,12 +442,21 @@ class _AsyncStream(_ServedStream):
         finally:
             close: Callable[[], Awaitable[None]] | None = getattr(self._generator, "aclose", None)
             if close is not None:
-                await close()
+                await self._step(close)
             if self._producer.is_done:
                 self._on_done(self)
 
     def _is_closed(self) -> bool:
         return self._producer.is_closed
+
+    async def _step(self, function: Callable[[], Awaitable[Any]]) -> Any:
+        if not self._autocast.dtypes:
+            return await function()
+
+        async def awaiting() -> Any:
+            return await function()
+
+        return await in_steps(self._autocast.on, awaiting())
 
     async def _inside(self) -> tuple[Any, BaseException | None]:
         """A step of the generator. A close cancels it."""
@@ -449,7 +464,7 @@ class _AsyncStream(_ServedStream):
             return None, None
         task = self._task = asyncio.current_task()
         try:
-            return await anext(self._generator), None
+            return await self._step(self._generator.__anext__), None
         except StopAsyncIteration:
             return _END, None
         except asyncio.CancelledError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 from farprop.protocol.references.control_plane import Batch
@@ -37,6 +38,7 @@ class WorkerServices:
         self.blocked = threads.blocked
         self.call_at = threads.loop.call_at
         self.call_at_lockfree = threads.loop.call_at_lockfree
+        self._serving = threads.serving
         self._membership = membership
         self._instance = instance
 
@@ -61,6 +63,10 @@ class WorkerServices:
 
     def ranks(self) -> list[int]:
         return [info.id for info in self._membership.infos()]
+
+    def is_caller_gone(self) -> bool:
+        """Whether the connection is closed that the request came on which this thread runs."""
+        return bool(self._serving[threading.get_ident()].connection.closed)
 
     # Calls of farprop's own
 

@@ -22,14 +22,18 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import torch
+
 from farprop.errors import ConnectionLostError, FarpropError, RpcTimeoutError, UsageError
 from farprop.locks import make_lock
 from farprop.protocol.streams import Consumer
 from farprop.runtime.autograd.contexts import current_context
+from farprop.runtime.call_modes import Autocast
 from farprop.runtime.calls import FutureResponse
 from farprop.runtime.client_connection import ClientConnection
 from farprop.runtime.first_failure import explained
 from farprop.runtime.futures import Future, wait_until
+from farprop.runtime.loop_inbox import running_inbox
 from farprop.runtime.peers import Peers
 from farprop.runtime.services import WorkerServices
 from farprop.wire.function_names import shown_name
@@ -207,7 +211,7 @@ class StreamCall:
             future = self._next_answer(may_wait=False)
             if not future.done():
                 woken: asyncio.Future[None] = loop.create_future()
-                future.add_done_callback(partial(_wake, loop, woken))
+                future.add_done_callback(partial(running_inbox().put, woken))
                 try:
                     async with asyncio.timeout_at(deadline):
                         await woken
@@ -288,8 +292,8 @@ class StreamCall:
             if may_wait or (connection is not None and not connection.lost and connection.takes_calls):
                 self._send(future, method, args, kwargs)
             else:
-                variables = contextvars.copy_context()
-                self._calls.services.submit(variables.run, self._send_later, future, method, args, kwargs)
+                variables, modes = contextvars.copy_context(), (torch.is_grad_enabled(), Autocast.here())
+                self._calls.services.submit(variables.run, self._send_later, modes, future, method, args, kwargs)
         finally:
             current_context.reset(outer)
 
@@ -304,9 +308,19 @@ class StreamCall:
         if self._connection is None:
             self._connection = self._calls.peers.connections.get(self.worker)
 
-    def _send_later(self, future: Future, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _send_later(
+        self,
+        modes: tuple[bool, Autocast],
+        future: Future,
+        method: Method,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Send it in the modes of the thread that iterates."""
+        is_grad_enabled, autocast = modes
         try:
-            self._send(future, method, args, kwargs)
+            with torch.set_grad_enabled(is_grad_enabled), autocast.on():
+                self._send(future, method, args, kwargs)
         except Exception as error:
             future.set_exception(error)
 
@@ -369,13 +383,3 @@ class StreamCall:
             self._calls.call_async(
                 self.worker, Method.STREAM_CLOSE, (self.number,), {}, _CLOSE_SECONDS, Future(), SYSTEM
             )
-
-
-def _wake(loop: asyncio.AbstractEventLoop, woken: asyncio.Future[None], _: object) -> None:
-    with suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(_set_done, woken)
-
-
-def _set_done(woken: asyncio.Future[None]) -> None:
-    if not woken.done():
-        woken.set_result(None)
