@@ -46,6 +46,7 @@ PRELOAD = (
     "torch.distributed",
     "torch.distributed.tensor",
     "cloudpickle",
+    "encodings.idna",  # the first look-up of a host's name imports it
     "pytest",
     "tests.support.child",
     "tests.support.workers",
