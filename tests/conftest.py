@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.support import leaks, lock_order
+from tests.support import forkserver, leaks, lock_order
 from tests.support.hosts import Hosts, NotAllowedError
 
 _failed = pytest.StashKey[bool]()
@@ -46,10 +46,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         leaks.warm_up()
     # Torch takes seconds to import: let the fork server do it while the first tests run.
     if "tests.support.workers" in sys.modules and session.items and not session.config.option.collectonly:
-        from tests.support import forkserver
-
         forkserver.server()
         session.config.add_cleanup(forkserver.stop_servers)
+
+
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    if isinstance(item, pytest.Function):
+        forkserver.test_module = item.module.__name__
 
 
 @pytest.hookimpl(wrapper=True)

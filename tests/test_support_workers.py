@@ -11,12 +11,13 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support import leaks, workers
+from tests.support import child, leaks, workers
 from tests.support.workers import WorkerDied, WorkersFailed, cluster, run_workers
 
 ROOT = Path(__file__).parents[1]
@@ -235,6 +236,21 @@ def test_only_a_full_exit_destroys_modules(tmp_path, full_exit):
     path = tmp_path / "made"
     run_workers(keep_until_exit, 1, args=(str(path),), full_exit=full_exit)
     assert path.exists() == full_exit
+
+
+def finalise_at_exit(rank, own, torchs):
+    weakref.finalize(finalise_at_exit, os.mkdir, own)
+    # One that was there before the fork, in place of what torch has it do.
+    spared = weakref.finalize._registry[child._spared[0]]
+    spared.func, spared.args, spared.kwargs = os.mkdir, (torchs,), {}
+
+
+@pytest.mark.parametrize("full_exit", [False, True])
+def test_only_a_full_exit_runs_the_finalisers_of_torch(tmp_path, full_exit):
+    own, torchs = tmp_path / "own", tmp_path / "torchs"
+    run_workers(finalise_at_exit, 1, args=(str(own), str(torchs)), full_exit=full_exit)
+    assert own.exists()
+    assert torchs.exists() == full_exit
 
 
 def connect_and_block(rank, address):

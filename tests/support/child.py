@@ -22,6 +22,7 @@ import tempfile
 import threading
 import traceback
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -81,8 +82,25 @@ def main(conn: Connection) -> None:
     setup = pickle.loads(conn.recv_bytes())
     _set_up(setup)
     Child(conn).serve()
-    if not setup.full_exit:
+    if setup.full_exit:
+        for finaliser in _spared:
+            finaliser.atexit = True
+    else:
         _leave()
+
+
+_spared: list[weakref.finalize[..., Any]] = []
+
+
+def spare_finalisers() -> None:
+    """In the fork server: have no child run at its exit the finalisers that exist by now, unless it exits in full.
+
+    They are torch's, and take its operators apart one by one: half of what a worker that does nothing would cost.
+    """
+    for finaliser in weakref.finalize._registry:  # type: ignore[attr-defined]
+        if finaliser.atexit:  # not yet spared
+            finaliser.atexit = False
+            _spared.append(finaliser)
 
 
 def _leave() -> None:

@@ -4,9 +4,11 @@ Why not multiprocessing's own: its children always leave through ``os._exit``, s
 real process (``atexit``, joining threads, C++ destructors) would never be tested. Here a child unwinds to the
 bottom of the stack and can end like any Python process.
 
-For each fork the caller passes three descriptors: the child's end of a connection, a file for its output, and
-a pipe on which the server writes how the child ended. The answer is the child's pid and a pidfd for it, so
-that a signal can't hit another process that got the same pid later.
+For each fork the caller passes the name of the test's module and three descriptors: the child's end of a connection,
+a file for its output, and a pipe on which the server writes how the child ended. The answer is the child's pid and a
+pidfd for it, so that a signal can't hit another process that got the same pid later.
+
+The server imports that module before it forks: a child that runs a function of it would have to, each time anew.
 
 If the caller dies, the server sees its control socket close and kills all its children; if the server dies, the
 kernel kills them.
@@ -28,6 +30,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -36,9 +39,18 @@ from pathlib import Path
 from tests.support import leaks, lock_order
 
 # Farprop reads its settings when it is initialised, not when it is imported, so children need not import it anew.
-# Pytest is here because a child imports the test module of the function that it is to run, and torch's DTensor because
-# ``torch.testing.assert_close`` imports it, with sympy, which takes a second.
-PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "cloudpickle", "pytest", "tests.support.child")
+# Pytest is here because test modules import it, and torch's DTensor because ``torch.testing.assert_close`` imports it, with
+# sympy, which takes a second.
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.tensor",
+    "cloudpickle",
+    "encodings.idna",  # the first look-up of a host's name imports it
+    "pytest",
+    "tests.support.child",
+    "tests.support.workers",
+)
 _FARPROP = ("farprop.rpc", "farprop.nn.parallel")
 # In a worker's environment: it has not imported farprop yet.
 WITHOUT_FARPROP = "TESTS_WITHOUT_FARPROP"
@@ -67,10 +79,12 @@ class ForkServer:
     Args:
         preload: the modules that children find imported.
         checks_locks: whether locks that are made during the import check their order.
+        imports_tests: whether children find the module of the test imported, too.
     """
 
-    def __init__(self, preload: Sequence[str], checks_locks: bool) -> None:
+    def __init__(self, preload: Sequence[str], checks_locks: bool, imports_tests: bool) -> None:
         self._lock = threading.Lock()
+        self._imports_tests = imports_tests
         self._log = os.memfd_create("fork-server-log")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -99,9 +113,10 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         ended, ended_theirs = os.pipe()
         output = os.memfd_create("worker-output")
+        module = test_module.encode() if self._imports_tests else b""
         try:
             with self._lock, theirs:
-                socket.send_fds(self._control, [b"fork"], [theirs.fileno(), output, ended_theirs])
+                socket.send_fds(self._control, [b"fork " + module], [theirs.fileno(), output, ended_theirs])
                 answer, fds, _, _ = socket.recv_fds(self._control, 64, 1)
             if not answer:
                 raise ConnectionResetError
@@ -131,6 +146,8 @@ class ForkServer:
         return os.pread(self._log, 1 << 20, 0).decode(errors="replace")
 
 
+test_module = ""  # of the test that runs; conftest.py keeps it
+
 _servers: dict[tuple[bool, bool], ForkServer] = {}  # by the arguments of ``server``
 _servers_lock = threading.Lock()
 
@@ -150,7 +167,8 @@ def server(checks_locks: bool = False, with_farprop: bool = True) -> ForkServer:
             found = None
         if found is None:
             preload = PRELOAD + _FARPROP if with_farprop else PRELOAD
-            found = _servers[key] = ForkServer(preload, checks_locks)
+            # Without farprop, not either what may import it.
+            found = _servers[key] = ForkServer(preload, checks_locks, imports_tests=with_farprop)
         return found
 
 
@@ -164,34 +182,54 @@ def stop_servers() -> None:
 
 # The server's side.
 
+_imported: list[str] = []
+
 
 def main() -> None:
     """Import what children need, then fork one for each request until the caller goes away."""
     control = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(control.fileno(), False)
     lock_order.install_if_wanted()
-    for name in sys.argv[2:]:
+    _imported.extend(sys.argv[2:])
+    for name in _imported:
         importlib.import_module(name)
-    # A child may have no room to write files in, and Python does not notice that it wrote half of one.
-    sys.dont_write_bytecode = True
     leaks.warm_up()
     leaks.mark_semaphores()
-    # A thread that has been joined may still be listed for a moment.
-    deadline = time.monotonic() + _THREADS_SECONDS
-    while len(threads := os.listdir("/proc/self/task")) != 1 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    if len(threads) != 1:
-        sys.exit(f"{len(threads)} threads run after importing {sys.argv[2:]}: forking would lose them")
     # Orphaned grandchildren become our children, so the leak check sees them.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    # Children share these pages; a collection in one of them must not touch them.
-    gc.collect()
-    gc.freeze()
+    _prepare_to_fork()
     connection = _serve(control)
     if connection is not None:  # then this is a child
         from tests.support import child
 
         child.main(connection)
+
+
+def _prepare_to_fork() -> None:
+    """Leave children nothing to do about what has been imported."""
+    # A thread that has been joined may still be listed for a moment.
+    deadline = time.monotonic() + _THREADS_SECONDS
+    while len(threads := os.listdir("/proc/self/task")) != 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if len(threads) != 1:
+        sys.exit(f"{len(threads)} threads run after importing {_imported}: forking would lose them")
+    from tests.support import child  # not above: it imports torch
+
+    child.spare_finalisers()
+    # Children share these pages; a collection in one of them must not touch them.
+    gc.collect()
+    gc.freeze()
+
+
+def _import_for_children(name: str) -> None:
+    if name in _imported:
+        return
+    _imported.append(name)
+    try:
+        importlib.import_module(name)
+    except Exception:
+        traceback.print_exc()  # as it will in the children that need it, for which the test fails
+    _prepare_to_fork()
 
 
 def _serve(control: socket.socket) -> Connection | None:
@@ -211,10 +249,13 @@ def _serve(control: socket.socket) -> Connection | None:
             _reap(status_pipes)
         if control.fileno() not in ready:
             continue
-        request, fds, _, _ = socket.recv_fds(control, 16, 3)
+        request, fds, _, _ = socket.recv_fds(control, 1024, 3)
         if not request:
             _kill_all()
             return None
+        _, _, module = request.decode().partition(" ")
+        if module:
+            _import_for_children(module)
         theirs, output, status = fds
         sys.stdout.flush()
         sys.stderr.flush()
@@ -240,6 +281,8 @@ def _become_child(server_pid: int, output: int) -> None:
         os._exit(1)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # A child may have no room to write files in, and Python does not notice that it wrote half of one.
+    sys.dont_write_bytecode = True
     os.dup2(output, 1)
     os.dup2(output, 2)
 

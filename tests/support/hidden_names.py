@@ -201,17 +201,19 @@ def _names_and_imports() -> list[list[str]]:
 
 def main() -> None:
     """Try every name."""
-    sys.dont_write_bytecode = False  # the first child compiles farprop for the others
     torch.set_num_threads(1)
-    names, others = _run_in_child(_names_and_imports)
-    for name in others:  # so that children start fast
-        if name not in sys.modules:
-            importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # a collection over all of torch takes longer than everything else in a child
-    first, step = map(int, sys.argv[1:])
-    for name in [*names, *WHOLE_MODULES][first::step]:
-        print(json.dumps(_run_in_child(lambda name=name: asdict(look(name)))), flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        # The first child compiles farprop for the others. Not in the environment: torch would be compiled, too.
+        sys.pycache_prefix, sys.dont_write_bytecode = directory, False
+        names, others = _run_in_child(_names_and_imports)
+        for name in others:  # so that children start fast
+            if name not in sys.modules:
+                importlib.import_module(name)
+        gc.collect()
+        gc.freeze()  # a collection over all of torch takes longer than everything else in a child
+        first, step = map(int, sys.argv[1:])
+        for name in [*names, *WHOLE_MODULES][first::step]:
+            print(json.dumps(_run_in_child(lambda name=name: asdict(look(name)))), flush=True)
 
 
 if __name__ == "__main__":
