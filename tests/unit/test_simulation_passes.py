@@ -161,6 +161,11 @@ def test_pass_that_is_given_up_while_it_runs_is_said_to_be_late(monkeypatch: pyt
     }
 
 
+def test_program_whose_values_all_hang_on_failed_passes_starts_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "reaches_forgotten", lambda world, origin, root: True)
+    assert [run(seed).failure for seed in range(5)] == [None] * 5
+
+
 def test_pass_that_misses_its_inputs_is_noticed() -> None:
     history = PassHistory(PassId(0, 1), False, (1,), {0: {ROOTS}, 1: {7}}, inputs={1: frozenset((2,))})
     with pytest.raises(Violation, match="its inputs depend on"):

@@ -177,6 +177,8 @@ class World:
                 visible = graph.visible()
                 roots = tuple(sorted(rng.sample(visible, min(len(visible), rng.randint(1, 3)))))
             roots = tuple(root for root in roots if not forward.reaches_forgotten(self, worker.rank, root))
+            if not roots:
+                continue  # ``backward`` refuses to start a pass from nothing
             recorded = rng.random() < 0.3
             inputs = self._inputs() if rng.random() < 0.25 else None
             fast = (rng.random() < 0.4) != self.swapped and inputs is None
