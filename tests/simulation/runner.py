@@ -91,7 +91,7 @@ KINDS = {
             "failure": ("failures", "aborts"),
             "clean-up": ("clean-ups", "questions"),
         },
-        ("timeouts", "failing units", "broken connections", "crashes"),
+        ("timeouts", "early deadlines", "failing units", "broken connections", "crashes"),
     ),
     "groups": Kind(
         "Process groups",

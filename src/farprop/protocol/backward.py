@@ -450,9 +450,10 @@ class BackwardStateMachine:
         return [worker for worker, (_, blocked) in sorted(self._statuses.items()) if blocked]
 
     def validate(self) -> None:
+        queued = {source for _, settled, _ in self._queue for source in settled}
+        known = (self._arrived | self._unused) - queued
         for number, unit in enumerate(self.units):
-            queued = {source for _, settled, _ in self._queue for source in settled}
-            missing = unit.sources - ((self._arrived | self._unused) - queued)
+            missing = unit.sources - known
             assert self._missing[number] == len(missing), f"unit {number} miscounts its sources"
             assert number not in self._started or not missing, f"unit {number} ran too early"
         assert self._running or not self._queue, "a queued event does not run"

@@ -78,6 +78,8 @@ def ended(world: World, history: PassHistory) -> None:
         if local is None:
             raise Violation(f"{history} ended, and has not come to worker {rank}")
         ran = history.ran.get(rank, set())
+        if missed := used - history.fed.get(rank, set()):
+            raise Violation(f"{history} ended, and sources {sorted(missed)} of worker {rank} got no gradients")
         left = [n for n, unit in enumerate(local.machine.units) if n not in ran and not used.isdisjoint(unit.sources)]
         if left:
             raise Violation(f"{history} ended before units {left} of worker {rank} ran")
@@ -92,6 +94,12 @@ def ended(world: World, history: PassHistory) -> None:
         raise Violation(f"{history} came to workers {sorted(idle)}, which lead to none of its inputs")
     if history.fast and not history.is_complete:
         raise Violation(f"{history} is a fast one and ended, though a send of a worker in it is not used")
+
+
+def not_needed(history: PassHistory) -> None:
+    """The origin believes that no root depends on any input."""
+    if needed := {rank: sorted(sources) for rank, sources in history.used.items() if sources}:
+        raise Violation(f"{history} ended at once, and its inputs depend on {needed}")
 
 
 def at_rest_but_blocked(history: PassHistory, action: Survey | Stuck) -> None:
@@ -135,8 +143,10 @@ def at_rest(world: World) -> None:
         origin = world.workers[history.id.origin]
         if not history.outcome and not origin.crashed:
             raise Violation(f"{history} has neither ended nor failed")
-        if history.outcome == "late" and not history.stuck:
+        if history.outcome == "late" and not (history.stuck or history.hurried):
             raise Violation(f"{history} waited for its deadline, though nothing could come")
+        if history.outcome == "failed" and world.faults.clear:
+            raise Violation(f"{history} has failed, and there was no fault")
         if not history.faulty:
             should_end = history.is_complete or not history.fast
             if (history.outcome == "ended") != should_end:

@@ -28,6 +28,7 @@ class Graph:
         self.nodes: list[Node] = []
         self.sends: dict[int, tuple[int, ...]] = {}
         self.hidden: set[int] = set()  # gradients of recorded passes that run or have failed: programs don't have them
+        self.has_forgotten = False
         self._reaches: dict[int, frozenset[int]] = {}
 
     def add(self, node: Node) -> int:
@@ -40,7 +41,7 @@ class Graph:
     def forget(self, message_ids: Iterable[int]) -> None:
         """Remove messages of a recorded pass that has failed."""
         for message_id in message_ids:
-            self.sends.pop(message_id, None)
+            self.has_forgotten |= self.sends.pop(message_id, None) is not None
             self._reaches.pop(message_id, None)
 
     def sinks(self) -> list[int]:
@@ -139,15 +140,32 @@ def _call(world: World, caller: Worker, depth: int = 0) -> None:
 
 def pipeline(world: World) -> None:
     """Nested calls, from the main worker to the far end and back, that use only the values they receive."""
-    path = [world.main_rank]
-    while away := [rank for rank, towards in world.next_hops.items() if towards == path[-1]]:
-        path.append(world.rng.choice(away))
-    path += path[-2::-1]
-    for sender, receiver in itertools.pairwise(path):
+    path = _path(world)
+    for sender, receiver in itertools.pairwise([*path, *path[-2::-1]]):
         context = world.workers[sender].meet()
         assert context is not None
         context.graph.add(Node((len(context.graph.nodes) - 1,)))
         message(world, sender, receiver, (len(context.graph.nodes) - 1,))
+
+
+def chains(world: World) -> None:
+    """Values of a far worker, each of which comes to the main one alone. Their gradients are a series of messages."""
+    path = _path(world)[::-1]
+    for _ in range(world.rng.randint(2, 5)):
+        for sender, receiver in itertools.pairwise(path):
+            context = world.workers[sender].meet()
+            assert context is not None
+            received = () if sender == path[0] else (len(context.graph.nodes) - 1,)
+            context.graph.add(Node(received))
+            message(world, sender, receiver, (len(context.graph.nodes) - 1,))
+
+
+def _path(world: World) -> list[int]:
+    """From the main worker to the far end."""
+    path = [world.main_rank]
+    while away := [rank for rank, towards in world.next_hops.items() if towards == path[-1]]:
+        path.append(world.rng.choice(away))
+    return path
 
 
 def parallel(world: World) -> None:
@@ -244,6 +262,9 @@ def used_sends(world: World, origin: int, roots: tuple[int, ...]) -> dict[int, s
 
 def reaches_forgotten(world: World, origin: int, root: int) -> bool:
     """Whether a root hangs on a message of a recorded pass that failed. No program gets such a tensor."""
+    contexts = [worker.context for worker in world.workers if worker.context is not None]
+    if not any(context.graph.has_forgotten for context in contexts):
+        return False
     context = world.workers[origin].context
     assert context is not None
     seen = set()

@@ -46,6 +46,7 @@ class PassHistory:
         self.faulty = False  # a fault happened that may make it fail
         self.began = False  # the roots have their gradients
         self.stuck = False
+        self.hurried = False  # its deadline may come while it runs
         self.outcome = ""  # for the caller of backward: ended, failed, or late (failed by the deadline)
 
     def __str__(self) -> str:

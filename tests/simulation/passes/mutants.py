@@ -65,10 +65,10 @@ def credit_of_last_run_kept(self: BackwardStateMachine, run: Run) -> list[PassAc
 
 
 @pass_mutant("_release")
-def released_and_kept(self: BackwardStateMachine) -> list[PassAction]:
+def released_and_kept(self: BackwardStateMachine, used: Mapping[int, frozenset[int]]) -> list[PassAction]:
     """The origin gives credit to released workers, and still counts it as its own."""
     recovered = self._recovered
-    actions: list[PassAction] = _HEALTHY["_release"](self)
+    actions: list[PassAction] = _HEALTHY["_release"](self, used)
     self._recovered = recovered
     return actions
 
@@ -232,9 +232,9 @@ def survey_ignores_the_origin(self: BackwardStateMachine, used: Mapping[int, fro
 
 
 @pass_mutant("_release")
-def released_once_only(self: BackwardStateMachine) -> list[PassAction]:
+def released_once_only(self: BackwardStateMachine, used: Mapping[int, frozenset[int]]) -> list[PassAction]:
     """Workers that block only after others were released are not released."""
-    return _HEALTHY["_release"](self) if not self._released else []
+    return _HEALTHY["_release"](self, used) if not self._released else []
 
 
 @pass_mutant("on_credit")

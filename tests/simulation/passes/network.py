@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from tests.simulation.passes.world import World
 
 
+SLOWEST = 0.5  # seconds that a message, or a run, takes at most
+
 _NAMES = {
     "propagate": "gradients",
     "give_back": "give-backs",
@@ -151,4 +153,4 @@ class Network:
 
     def delay(self) -> float:
         rng = self.world.rng
-        return rng.uniform(0.05, 0.5) if rng.random() < self.world.faults.slow else rng.uniform(0.001, 0.02)
+        return rng.uniform(0.05, SLOWEST) if rng.random() < self.world.faults.slow else rng.uniform(0.001, 0.02)

@@ -10,12 +10,17 @@ from farprop.protocol.needed_sends import NeededSends, pack_needed, unpack_reach
 from tests.simulation.passes import checks
 from tests.simulation.passes.history import PassHistory
 from tests.simulation.passes.local_pass import LocalPass
+from tests.simulation.passes.network import SLOWEST
 from tests.simulation.passes.threads import Future, PassError, Steps
 
 if TYPE_CHECKING:
     from tests.simulation.passes.worker import Worker
+    from tests.simulation.passes.world import World
 
-DEADLINE = 1000.0  # seconds; every pass that can end is faster, also one through many recorded passes
+# A pass through a tower of recorded ones takes thousands of messages, at worst one after the other. Each of them comes
+# with a run, an answer, questions, and pauses in which other threads run.
+_SECONDS_A_MESSAGE = 20 * SLOWEST
+_LEAST_SECONDS = 100.0
 
 
 class Origin:
@@ -36,10 +41,20 @@ class Origin:
             self.error = error
         self.waker.done()
 
-    def expire(self) -> None:
-        if self.error is None:
+    def expire(self, history: PassHistory) -> None:
+        if self.error is None and not history.outcome:
             self.late = True
+            history.faulty |= not history.stuck
             self.fail(PassError("the deadline is over"))
+
+
+def time_for(world: World, history: PassHistory) -> float:
+    """The seconds until the deadline of a pass that starts now. Those that are not hurried are late only if stuck."""
+    if world.rng.random() < world.faults.hurried:
+        history.hurried = True
+        return world.rng.choice((0.05, 0.3, 2.0)) * world.rng.random()
+    messages = sum(len(worker.context.graph.sends) for worker in world.workers if worker.context is not None)
+    return _LEAST_SECONDS + _SECONDS_A_MESSAGE * messages
 
 
 def backward(worker: Worker, history: PassHistory) -> Steps:
@@ -48,7 +63,9 @@ def backward(worker: Worker, history: PassHistory) -> Steps:
     origin = Origin()
     worker.origins[history.id] = origin
     local = context.passes[history.id] = LocalPass(worker.world, history, worker.rank, context.graph)
-    worker.world.clock.after(DEADLINE, origin.expire)
+    seconds = time_for(worker.world, history)
+    worker.world.quiet_at += seconds
+    worker.world.clock.after(seconds, origin.expire, history)
     worker.world.trace("%d: backward from %s, %s", worker.rank, list(history.roots), history)
     try:
         if history.inputs is None or (yield from find_needed(worker, local)):
@@ -56,6 +73,8 @@ def backward(worker: Worker, history: PassHistory) -> Steps:
             yield from _wait(worker, local, origin)
         elif origin.error is not None:
             raise origin.error
+        else:
+            checks.not_needed(history)
         history.outcome = "ended"
         for part in history.locals.values():
             part.show()
@@ -64,6 +83,8 @@ def backward(worker: Worker, history: PassHistory) -> Steps:
         yield from abort_everywhere(worker, local)
         history.outcome = "late" if origin.late else "failed"
         history.faulty |= not origin.late
+        if origin.late and not history.stuck:
+            worker.world.counts["early deadlines"] += 1
         checks.raised(worker.world, history)
     del worker.origins[history.id]
     context.passes.pop(history.id, None)
