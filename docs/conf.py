@@ -45,6 +45,7 @@ navigation = {
         "modules",
         "autograd",
         "optim",
+        "pipeline",
         "groups",
         "ddp",
         "devices",

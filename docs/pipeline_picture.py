@@ -42,7 +42,7 @@ def draw(bars: list[dict[str, Any]]) -> str:
     parts = [
         f'<rect class="back" width="{LEFT + WIDTH + 16}" height="{height}" rx="8"/>',
         f'<text x="{LEFT}" y="22">One step of {taken / 1e3:.0f} ms: forwards (blue) and backwards (orange)</text>',
-        f'<text x="{LEFT}" y="{height - 12}">bubble: {1 - work / stages / taken:.0%} of the time of a stage, on average</text>',
+        f'<text x="{LEFT}" y="{height - 12}">bubble: {1 - work / stages / taken:.0%} of the time of a stage</text>',
     ]
     for stage in range(stages):
         parts.append(f'<text x="8" y="{TOP + ROW * stage + 27}">stage {stage}</text>')

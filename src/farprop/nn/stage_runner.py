@@ -6,8 +6,9 @@ runners are freed with everything that they keep.
 
 Rules that hold here:
 
-- No function waits: inputs are stored (``deliver``), and an action is a call to this worker itself (``act``), so that
-  it counts as a request, runs in the autograd context of the step, and has a slice in traces.
+- No function waits: inputs are stored (``_deliver``), and actions are run by a call to this worker itself (``_act``),
+  which goes on while the next input is there. So an action counts as a request, runs in the autograd context of the
+  step, and the answer to a delivery says only that it has arrived.
 - One action at a time, also if that of an aborted step still runs. The next step begins when it has ended.
 - What arrives for a step that this runner does not run is dropped.
 - Nothing is called while the lock is held.
@@ -195,21 +196,25 @@ class StageRunner:
 
     def on_input(self, number: int, action: Action, value: Any) -> None:
         """The input of an action has arrived."""
+        step = self._store(number, action, value)
+        if step is not None:
+            self._go_on(step)
+
+    def _store(self, number: int, action: Action, value: Any) -> _Step | None:
+        """Keep the input of an action; returns its step, or None if that was aborted."""
         with self._lock:
             step = self._step
             if step is None or step.order.number != number:
-                return  # it was aborted
+                return None
             step.execution.on_input(action)
             step.inputs[action] = value
-        self._go_on(step)
+            return step
 
     def _go_on(self, step: _Step) -> None:
-        """Begin the next action, if it can begin."""
-        with self._lock:
-            action = step.execution.start() if step is self._step and self._acting is None else None
-            if action is None:
-                return
-            self._acting = step, action
+        """Begin the next action, if it can begin, with a call to this worker itself."""
+        action = self._start(step)
+        if action is None:
+            return
         outer = current_context.set(step.context)
         try:
             call = rpc.rpc_async(self._own, _act, (self._pipeline, step.order.number), timeout=0)
@@ -220,27 +225,41 @@ class StageRunner:
         finally:
             current_context.reset(outer)
 
+    def _start(self, step: _Step) -> Action | None:
+        with self._lock:
+            action = step.execution.start() if step is self._step and self._acting is None else None
+            if action is not None:
+                self._acting = step, action
+            return action
+
     def _on_not_run(self, step: _Step, action: Action, error: Exception) -> None:
         """The call to this worker itself failed."""
         self._end_action(step, action)
         self._fail(step, action, error)
 
     def act(self, number: int) -> None:
-        """Run the action that has begun."""
+        """Run the action that has begun, and those after it whose inputs are there."""
         with self._lock:
             acting = self._acting
-            is_current = acting is not None and acting[0] is self._step
         if acting is None or acting[0].order.number != number:
             return
-        step, action = acting
+        step = acting[0]
+        action: Action | None = acting[1]
+        while action is not None:
+            action = self._act_once(step, action)
+
+    def _act_once(self, step: _Step, action: Action) -> Action | None:
+        """Run an action; returns the next one, which has begun."""
         result = None
+        with self._lock:
+            is_current = step is self._step
         if is_current:
             try:
                 result = self._run(step, action)
             except Exception as error:
                 self._end_action(step, action)
                 self._fail(step, action, error)
-                return
+                return None
         with self._lock:
             step.execution.on_ended()
             is_done = step.execution.is_done
@@ -250,8 +269,7 @@ class StageRunner:
             self._send(step, action, following, result)
         if is_done:
             self._finish(step)
-        else:
-            self._go_on(step)
+        return self._start(step)
 
     def _end_action(self, step: _Step, action: Action) -> None:
         """This action does not run any more. If its step was aborted meanwhile, its gradients are undone now."""
@@ -272,7 +290,7 @@ class StageRunner:
                 return
         worker = self._workers[to.stage]
         if worker == self._own:
-            self.on_input(step.order.number, to, value)
+            self._store(step.order.number, to, value)
             return
         outer = current_context.set(None)  # the receiver knows the context of the step
         try:

@@ -94,7 +94,7 @@ BACKWARD = "backward"  # the run of a local graph
 GRADIENTS = "gradients"  # the encoding of gradients for another worker
 HOOK = "hook"
 COLLECTIVE = "collective"
-STAGE = "stage"  # a micro-batch through a stage of a pipeline: inside of the call that runs it
+STAGE = "stage"  # a micro-batch through a stage of a pipeline, inside of the call that runs it
 WAIT = "wait"  # a thread does nothing until something else is done
 
 Event = ClientCall | ServedCall | Span
