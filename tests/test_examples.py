@@ -48,6 +48,17 @@ def test_every_example_is_tested() -> None:
     }
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/examples").glob("*.md")), ids=lambda page: page.stem)
+def test_pages_of_examples_have_their_command_and_a_picture(page: Path) -> None:
+    text = page.read_text()
+    commands = re.findall(r"^```sh\n.*?(examples/\S+)\n```$", text, re.MULTILINE | re.DOTALL)
+    assert commands
+    assert all((ROOT / program).exists() for program in commands)
+    images = [page.parent / image for image in re.findall(r"^!\[[^\]]+\]\((\S+)\)$", text, re.MULTILINE)]
+    assert images or page.stem == "index"
+    assert all(image.stat().st_size < 60_000 for image in images)
+
+
 @contextlib.contextmanager
 def _demo(**streams: Any) -> Iterator[subprocess.Popen[str]]:
     """The demo, in a group of processes that does not outlive the test."""
