@@ -199,12 +199,12 @@ def test_reinforcement_learning_ends_quietly_on_ctrl_c() -> None:
 
 def test_embeddings() -> None:
     heading, *lines = _output([*PYTHON, "examples/embeddings.py", "--steps", "40"]).splitlines()
-    assert re.fullmatch(r"\d+ lines of 9 modules; 1000 of them are for the test\.", heading)
+    assert re.fullmatch(r"\d+ lines of 9 modules, (1|2)\d% of them of one; 1000 are for the test\.", heading)
     steps = [re.fullmatch(r"step  (\d+)  loss ([\d.]+)  right +([\d.]+)%", line) for line in lines[:2]]
     (first, first_loss, _), (last, last_loss, right) = (line.groups() for line in steps if line is not None)
     assert (first, last) == ("20", "40")
     assert float(last_loss) < float(first_loss)
-    assert float(right) > 50  # by chance, 11
+    assert float(right) > 50
     assert len(lines) == 7
     assert all(re.search(r"  \w+\? (right|no, from \w+)$", line) for line in lines[2:]), lines
 
