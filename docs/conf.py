@@ -18,9 +18,18 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "site_
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 highlight_language = "none"  # most blocks without a language are output of commands
 
-# The pages below each page, in order. A page of docs/ itself that is not named here comes under guides/index.
+# The pages below each page, in order. A page of docs/ itself that is not named here comes under guides/index, one of
+# docs/examples under examples/index.
 navigation = {
-    "index": ["tutorial/index", "howto/index", "guides/index", "reference/index", "explanation/index", "project/index"],
+    "index": [
+        "tutorial/index",
+        "examples/index",
+        "howto/index",
+        "guides/index",
+        "reference/index",
+        "explanation/index",
+        "project/index",
+    ],
     "tutorial/index": [f"tutorial/step{number}" for number in range(1, 7)],
     "howto/index": [
         "howto/migrate",

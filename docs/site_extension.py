@@ -82,9 +82,12 @@ def _with_links(text: str, file: str, page: str) -> str:
 def _toctree(app: Sphinx, name: str) -> str:
     navigation = app.config.navigation
     below = list(navigation.get(name, []))
+    named = {page for pages in navigation.values() for page in pages} | {"index"}
+    others = sorted(app.env.found_docs - named)
     if name == "guides/index":
-        named = {page for pages in navigation.values() for page in pages} | {"index"}
-        below += sorted(page for page in app.env.found_docs if "/" not in page and page not in named)
+        below += [page for page in others if "/" not in page]
+    elif name == "examples/index":
+        below += [page for page in others if page.startswith("examples/")]
     if not below:
         return ""
     return "\n```{toctree}\n:hidden:\n\n" + "".join(f"/{page}\n" for page in below) + "```\n"

@@ -8,8 +8,7 @@ A backward pass goes through the dense layers and both servers, where it leaves 
 """
 
 import argparse
-import importlib
-import inspect
+import importlib.util
 import random
 import re
 import sys
@@ -29,17 +28,18 @@ from farprop.rpc import RRef
 
 SERVERS, TRAINERS, ROWS, WIDTH, WORDS = 2, 2, 40_000, 32, 16
 BATCH, RATE, TESTED = 64, 0.05, 1000
-MODULES = ["argparse", "_pydecimal", "mailbox", "pickletools", "smtplib", "tarfile", "threading", "turtle", "typing"]
+MODULES = ["argparse", "_pydecimal", "mailbox", "pickletools", "pydoc", "smtplib", "tarfile", "threading", "typing"]
 
 
 def load() -> tuple[list[str], Tensor]:
-    """Lines of Python's own library in random order, and the number of the module that each is from."""
-    lines = []
-    for number, module in enumerate(MODULES):
-        text = inspect.getsource(importlib.import_module(module))
-        lines += [(line.strip(), number) for line in text.splitlines() if len(line.split()) > 2]
+    """Lines of Python's own library in random order, none of them twice, and the number of each one's module."""
+    modules = {}
+    for number, name in enumerate(MODULES):
+        text = importlib.util.find_spec(name).loader.get_source(name)
+        modules |= {line.strip(): number for line in text.splitlines() if len(line.split()) > 2}
+    lines = list(modules)
     random.Random(0).shuffle(lines)
-    return [line for line, _ in lines], torch.tensor([number for _, number in lines])
+    return lines, torch.tensor([modules[line] for line in lines])
 
 
 def rows_of(line: str) -> list[int]:
@@ -101,7 +101,11 @@ def main(steps: int) -> None:
     lines, modules = load()
     rows = torch.tensor([rows_of(line) for line in lines])
     shares = [(rows[TESTED + rank :: TRAINERS], modules[TESTED + rank :: TRAINERS]) for rank in range(TRAINERS)]
-    print(f"{len(lines)} lines of {len(MODULES)} modules; {TESTED} of them are for the test.")
+    most = modules.bincount().max().item() / len(lines)
+    print(
+        f"{len(lines)} lines of {len(MODULES)} modules, {most:.0%} of them of one; {TESTED} are for the test.",
+        flush=True,
+    )
     with farprop.workers(SERVERS + TRAINERS) as workers, tempfile.TemporaryDirectory() as directory:
         tables = [RemoteModule(worker.name, Table, (seed,)) for seed, worker in enumerate(workers[:SERVERS])]
         trainers = [

@@ -54,6 +54,17 @@ def test_every_example_is_tested() -> None:
     }
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/examples").glob("*.md")), ids=lambda page: page.stem)
+def test_pages_of_examples_have_their_command_and_a_picture(page: Path) -> None:
+    text = page.read_text()
+    commands = re.findall(r"^```sh\n.*?(examples/\S+)\n```$", text, re.MULTILINE | re.DOTALL)
+    assert commands
+    assert all((ROOT / program).exists() for program in commands)
+    images = [page.parent / image for image in re.findall(r"^!\[[^\]]+\]\((\S+)\)$", text, re.MULTILINE)]
+    assert images or page.stem == "index"
+    assert all(image.stat().st_size < 60_000 for image in images)
+
+
 @contextlib.contextmanager
 def _demo(**streams: Any) -> Iterator[subprocess.Popen[str]]:
     """The demo, in a group of processes that does not outlive the test."""
@@ -194,12 +205,12 @@ def test_reinforcement_learning_ends_quietly_on_ctrl_c() -> None:
 
 def test_embeddings() -> None:
     heading, *lines = _output([*PYTHON, "examples/embeddings.py", "--steps", "40"]).splitlines()
-    assert re.fullmatch(r"\d+ lines of 9 modules; 1000 of them are for the test\.", heading)
+    assert re.fullmatch(r"\d+ lines of 9 modules, (1|2)\d% of them of one; 1000 are for the test\.", heading)
     steps = [re.fullmatch(r"step  (\d+)  loss ([\d.]+)  right +([\d.]+)%", line) for line in lines[:2]]
     (first, first_loss, _), (last, last_loss, right) = (line.groups() for line in steps if line is not None)
     assert (first, last) == ("20", "40")
     assert float(last_loss) < float(first_loss)
-    assert float(right) > 50  # by chance, 11
+    assert float(right) > 50
     assert len(lines) == 7
     assert all(re.search(r"  \w+\? (right|no, from \w+)$", line) for line in lines[2:]), lines
 

@@ -150,3 +150,14 @@ def test_map_has_every_layer() -> None:
     packages = {name for layer in layers for name in re.findall(r"farprop\.(\w+)", layer)} - {"__main__"}
     drawn = set(re.findall(r">(\w+)</text>", (DOCS / "images" / "map.svg").read_text()))
     assert packages <= drawn
+
+
+# Learning curves of the examples
+
+
+def test_learning_curves_show_what_the_pages_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+    drawn = runpy.run_path(str(DOCS / "learning_curves.py"))["draw_all"]()
+    assert len(drawn) == 4
+    for file, text in drawn.items():
+        assert text == (DOCS / "images" / file).read_text(), "run python docs/learning_curves.py"

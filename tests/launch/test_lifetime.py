@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -178,3 +179,28 @@ def test_what_is_in_main_travels_by_value_and_workers_end_with_a_killed_driver(t
         _, errors = driver.communicate()
     assert line, errors.decode()
     _await_end(json.loads(line))
+
+
+def _be_slow_to_hear_of_the_end() -> None:
+    """Have this worker take a while until it knows that the pool ends."""
+    from farprop.runtime.agent import Agent
+
+    expect_end = Agent.expect_end
+
+    def expect_end_late(agent: Agent) -> None:
+        time.sleep(0.4)
+        expect_end(agent)
+
+    Agent.expect_end = expect_end_late  # type: ignore[method-assign]
+
+
+def _keep(reference: rpc.RRef[int]) -> int:
+    globals()["kept"] = reference
+    return reference.to_here()
+
+
+def test_no_worker_takes_the_end_of_another_for_its_death(capsys: pytest.CaptureFixture[str]) -> None:
+    with farprop.workers(2) as pool:
+        assert pool[1].call(_keep, pool[0].remote(_square, 3)) == 9
+        pool[1].call(_be_slow_to_hear_of_the_end)
+    assert capsys.readouterr().err == ""

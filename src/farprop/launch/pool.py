@@ -353,7 +353,8 @@ class WorkerPool(ABC):
         try:
             if self._agent is not None and agent_registry.installed is self._agent:
                 self._agent.expect_end()
-                _wait_all([worker._tell(_END_SECONDS, spec.on_stopping) for worker in self._workers])
+                for step in (spec.expect_end, spec.end_pool):
+                    _wait_all([worker._tell(_END_SECONDS, step) for worker in self._workers])
                 rpc.shutdown(graceful=False)
         finally:
             self._end_processes()

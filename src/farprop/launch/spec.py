@@ -56,19 +56,19 @@ def join(spec: WorkerSpec, on_driver_ended: Callable[[], None], timeout: float =
         raise RendezvousError(f"{spec.name} can't reach the driver at {spec.host}:{spec.port}: {error}") from error
     _pool_ended.append(on_driver_ended)  # first: the driver may stop the pool at any time
     enter(store, spec, timeout)
-    rpc.on_failure(DRIVER, lambda info, reason: _end_pool())
+    rpc.on_failure(DRIVER, lambda info, reason: end_pool())
 
 
 _pool_ended: list[Callable[[], None]] = []
 
 
-def on_stopping() -> None:
-    """The driver calls this on each worker before it stops the pool."""
+def expect_end() -> None:
+    """The driver calls this on each worker before it ends the first: nobody takes that for a death."""
     current_agent().expect_end()
-    _end_pool()
 
 
-def _end_pool() -> None:
+def end_pool() -> None:
+    """The driver calls this on each worker when all expect it, and its death does the same."""
     while _pool_ended:
         _pool_ended.pop()()
 
