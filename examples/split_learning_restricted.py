@@ -119,7 +119,6 @@ def train(steps: int) -> None:
 
 
 def organisation(rank: int, place: Path, steps: int) -> None:
-    torch.set_num_threads(1)
     torch.manual_seed(rank)
     name = ("laboratory", "hospital")[rank]
     os.environ |= {
@@ -166,6 +165,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100, help="of training (default: 100)")
     steps = parser.parse_args().steps
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the two share the cores
     with tempfile.TemporaryDirectory() as directory:
         prepare(Path(directory))
         on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by both: main ends them on Ctrl-C

@@ -95,6 +95,8 @@ def train(
                     print(f"step {number:3}  loss {losses[number - 1]:.4f}", flush=True)
             break
         except ConnectionLostError as error:
+            if len(workers) < 3:
+                raise  # no worker is left to spare
             print(f"step {number:3}  lost {error.worker}. {workers[2]} takes its place.", flush=True)
             workers = [workers[2] if worker == error.worker else worker for worker in workers[:2]]
     right = (training.scores(pictures[:TESTED]).argmax(1) == digits[:TESTED]).float().mean().item()
