@@ -1,8 +1,16 @@
 """``python -m tests.simulation``: whole jobs, and single protocols, on virtual time."""
 
-import argparse
+# ruff: noqa: E402
+
 import os
 import sys
+
+if __name__ == "__main__" and os.environ.get("PYTHONHASHSEED") != "0":
+    # The order of a set of names must follow from the seed, too. Before the other imports, which take seconds.
+    os.environ["PYTHONHASHSEED"] = "0"
+    os.execv(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]])
+
+import argparse
 import time
 
 from tests.simulation.harness import MUTANTS, mutated
@@ -14,10 +22,6 @@ _SHOWN = 10
 
 
 def main() -> int:
-    if os.environ.get("PYTHONHASHSEED") != "0":
-        # The order of a set of names must follow from the seed, too.
-        os.environ["PYTHONHASHSEED"] = "0"
-        os.execv(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]])
     options = _options()
     if options.mutants:
         return _run_mutants(options)
