@@ -65,6 +65,43 @@ def waiting_for_gate(name: str) -> Iterator[int]:
         closed.append(name)
 
 
+def slow_to_close(name: str) -> Iterator[int]:
+    try:
+        yield 0
+        yield 1
+    finally:
+        produced.append((name, "is closing"))
+        assert gate.wait(30)
+        closed.append(name)
+
+
+async def slow_to_close_async(name: str) -> AsyncIterator[int]:
+    try:
+        yield 0
+        yield 1
+    finally:
+        produced.append((name, "is closing"))
+        while not gate.is_set():
+            await asyncio.sleep(0.001)
+        closed.append(name)
+
+
+def fails_to_close() -> Iterator[int]:
+    try:
+        yield 0
+        yield 1
+    finally:
+        raise ZeroDivisionError
+
+
+async def fails_to_close_async() -> AsyncIterator[int]:
+    try:
+        yield 0
+        yield 1
+    finally:
+        raise ZeroDivisionError
+
+
 def open_gate() -> None:
     gate.set()
 

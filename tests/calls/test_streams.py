@@ -479,6 +479,57 @@ def test_shutdown_closes_open_streams(env: dict[str, str]) -> None:
     assert set(run_workers(_shut_down_with_open_streams, 2, env=env)[1]) == set(_OPEN)
 
 
+def _close_two() -> None:
+    for function in (s.slow_to_close, s.slow_to_close_async):
+        with rpc.stream("worker1", function, (function.__name__,), window=1) as stream:
+            assert next(stream) == 0
+
+
+def _begins_to_close() -> int:
+    return sum(what == "is closing" for _, what in s.produced)
+
+
+def _close_all_again() -> bool:
+    """What a shutdown does."""
+    streams = current_agent().served_streams
+    threads = streams._threads
+    streams.close()
+    done = threading.Event()
+    threads.submit(done.set)  # behind the tasks that close them
+    assert done.wait(30)
+    wait_until(lambda: not threads.requests)
+    return streams.are_closing
+
+
+def _are_closing() -> bool:
+    return current_agent().served_streams.are_closing
+
+
+@pytest.mark.one_transport
+def test_shutdown_waits_for_generators_that_are_closing_already(env: dict[str, str]) -> None:
+    with cluster(2, env) as c:
+        c.run(0, _close_two)
+        wait_until(lambda: c.run(1, _begins_to_close) == 2)
+        assert c.run(1, _close_all_again)
+        c.run(1, s.open_gate)
+        wait_until(lambda: not c.run(1, _are_closing))
+        assert sorted(c.run(1, s.all_closed)) == ["slow_to_close", "slow_to_close_async"]
+
+
+def _close_those_that_fail() -> None:
+    for function in (s.fails_to_close, s.fails_to_close_async):
+        with rpc.stream("worker1", function, window=1) as stream:
+            assert next(stream) == 0
+
+
+@pytest.mark.one_transport
+def test_generators_whose_close_raises_are_not_kept(env: dict[str, str]) -> None:
+    with cluster(2, env) as c:
+        c.run(0, _close_those_that_fail)
+        wait_until(lambda: c.run(1, _served) == 0)
+        assert not c.run(1, _are_closing)
+
+
 def _reach_for_streams_of_others() -> None:
     agent = current_agent()
     for number in range(1, 5):

@@ -222,6 +222,7 @@ class _ServedStream:
         self._served = served
         self._producer = Producer(window)
         self._lock = make_lock("served_stream")
+        self._is_closing = False  # its generator's ``finally`` clauses may still run
         self._autocast = Autocast.here()  # the caller's: the request that opens the stream runs in its modes
 
     def open(self) -> None:
@@ -265,6 +266,7 @@ class _ServedStream:
                 actions = producer.on_item(item, type(item) is not Message)
             goes_on = producer.is_running
         if error is not None and not has_ended:
+            self._is_closing = True
             self._close_generator()
         if error is not None and not is_closed:
             exc_info = error if _log.isEnabledFor(logging.DEBUG) else None
@@ -282,18 +284,26 @@ class _ServedStream:
             if isinstance(action, Run):
                 self._run()
             elif isinstance(action, Close):
+                self._is_closing = True
                 self._close_generator()
             else:
                 action.pull.settle(action)
-        if self._producer.is_done and not any(isinstance(action, Close) for action in actions):
+        self._end_if_done()
+
+    def _end_if_done(self) -> None:
+        if self._producer.is_done and not self._is_closing:
             self._on_done(self)
 
     def _run(self) -> None:
         raise NotImplementedError
 
     def _close_generator(self) -> None:
-        """Close it, and call ``_on_done`` then. Does not wait."""
+        """Close it, and call ``_on_generator_closed`` then. Does not wait."""
         raise NotImplementedError
+
+    def _on_generator_closed(self) -> None:
+        self._is_closing = False
+        self._end_if_done()
 
     def _note_failed_close(self, error: BaseException) -> None:
         shown = shown_name(self._served.run[0]).removeprefix(":")
@@ -370,8 +380,7 @@ class _SyncStream(_ServedStream):
             _, error = self._inside(close)
             if error is not None:
                 self._note_failed_close(error)
-        if self._producer.is_done:
-            self._on_done(self)
+        self._on_generator_closed()
 
 
 class _AsyncStream(_ServedStream):
@@ -441,10 +450,11 @@ class _AsyncStream(_ServedStream):
             super().close()  # the worker shuts down
         finally:
             close: Callable[[], Awaitable[None]] | None = getattr(self._generator, "aclose", None)
-            if close is not None:
-                await self._step(close)
-            if self._producer.is_done:
-                self._on_done(self)
+            try:
+                if close is not None:
+                    await self._step(close)
+            finally:
+                self._on_generator_closed()
 
     def _is_closed(self) -> bool:
         return self._producer.is_closed
