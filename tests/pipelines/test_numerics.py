@@ -14,7 +14,7 @@ import farprop
 import farprop.autograd as dist_autograd
 import farprop.rpc as rpc
 from farprop.nn import RemoteModule
-from farprop.optim import DistributedOptimizer, clip_grad_norm_
+from farprop.optim import DistributedOptimizer, GradScaler, clip_grad_norm_
 from farprop.rpc import RRef
 from tests.pipelines.models import WIDTH, alone, batch, gradients, layers
 from tests.support.workers import Cluster, cluster
@@ -101,6 +101,27 @@ def train() -> None:
 
 def test_training_with_an_optimizer_and_clipping(workers: Cluster) -> None:
     workers.run(0, train)
+
+
+def train_scaled() -> None:
+    x, y = batch(6)
+    modules = layers(2)
+    right = alone(modules, x, y, mse_loss)
+    pipe = farprop.pipeline(list(zip(["worker1", "worker2"], modules, strict=True)), micro_batches=3)
+    parameters = pipe.parameters()
+    optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.1)
+    scaler = GradScaler(init_scale=8.0)
+    with dist_autograd.context() as context_id:
+        scale = scaler.scale(torch.ones(()))
+        assert_close(pipe.step(x, y, loss_fn=lambda output, target: mse_loss(output, target) * scale), 8 * right)
+        scaler.step(optimizer, context_id)
+        scaler.update()
+    stepped = [parameter - 0.1 * parameter.grad for module in modules for parameter in module.parameters()]
+    assert_close([parameter.to_here().detach() for parameter in parameters], [value.detach() for value in stepped])
+
+
+def test_scaled_losses(workers: Cluster) -> None:
+    workers.run(0, train_scaled)
 
 
 class Fork(nn.Module):
