@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from farprop.errors import ConnectionLostError, FarpropError, UsageError
 from farprop.protocol.backward import Credit, CreditShare, PassId
 from farprop.runtime.autograd.abort import PassAborter
+from farprop.runtime.autograd.context_cleanup import ContextCleanup
 from farprop.runtime.autograd.contexts import Context, ContextContainer
 from farprop.runtime.autograd.driver import BackwardDriver, PassWaiter
 from farprop.runtime.autograd.engine import LocalPass
@@ -33,6 +35,7 @@ class Network:
         self.broken: dict[int, int] = {}
         self.knows: dict[int, list[int]] = {}
         self.calls: list[tuple[int, Method]] = []
+        self.on_call: Callable[[], None] = lambda: None
 
     def name_of_rank(self, rank: int) -> str:
         return f"worker{rank}"
@@ -42,6 +45,7 @@ class Network:
 
     def _reach(self, rank: int, method: Method) -> None:
         self.calls.append((rank, method))
+        self.on_call()
         if self.broken.get(rank, 0):
             self.broken[rank] -= 1
             raise ConnectionLostError("cut")
@@ -70,6 +74,7 @@ class Worker:
         self.aborter = PassAborter(  # type: ignore[arg-type]
             ME, self.network, contexts, lambda pass_id, error: self.waiter.fail(error)
         )
+        self.cleanup = ContextCleanup(ME, self.network, contexts, self.aborter)  # type: ignore[arg-type]
         self.context: Context = contexts.new()
         self.leaf = torch.ones(2, requires_grad=True)
         self.context.gradients[self.leaf] = torch.full((2,), 5.0)
@@ -128,6 +133,28 @@ def test_abort_asks_every_worker_if_one_is_dead() -> None:
     worker.network.broken[2] = 99
     worker.aborter.abort_everywhere(worker.local)
     assert {rank for rank, _ in worker.network.calls} == {0, 2, 3, 4}
+
+
+@pytest.mark.parametrize("origin", [0, ME])
+def test_loss_of_a_partner_is_reported_though_the_pass_has_stopped_here(origin: int) -> None:
+    """Only the partner was told why it had stopped, in an answer, and died: ``backward`` waited until its timeout."""
+    worker = Worker(origin)
+    worker.local.partners.add(2)
+    worker.aborter.stop(worker.local)
+    worker.cleanup.on_connection_lost(2)
+    if origin == ME:
+        assert isinstance(worker.waiter.error, ConnectionLostError)
+    else:
+        assert worker.network.calls == [(origin, Method.PASS_FAILED)]
+
+
+def test_loss_of_a_partner_is_not_the_reason_for_an_abort_that_is_under_way() -> None:
+    worker = Worker(origin=ME)
+    worker.network.on_call = lambda: worker.cleanup.on_connection_lost(2)
+    worker.local.partners.add(2)
+    worker.aborter.abort_everywhere(worker.local)
+    assert worker.network.calls == [(2, Method.ABORT)]
+    assert worker.waiter.error is None
 
 
 def test_first_failure_at_the_origin_is_the_error_of_the_pass() -> None:

@@ -43,7 +43,6 @@ _LIKELY = {
     "one-too-many-announced": 503,
     "every-message-announces": 503,
     "announced-and-not-marked": 503,
-    "gradients-seen-early": 620,
     "undone-where-noticed": 207,
     "undone-with-its-origin": 63,
     "lost-only-if-active": 750,

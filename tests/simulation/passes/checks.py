@@ -10,6 +10,7 @@ from tests.simulation.harness import Violation
 if TYPE_CHECKING:
     from tests.simulation.passes.history import PassHistory
     from tests.simulation.passes.local_pass import LocalPass
+    from tests.simulation.passes.worker import Worker
     from tests.simulation.passes.world import World
 
 # After every event
@@ -23,6 +24,14 @@ def every_step(world: World) -> None:
 
 
 # When something happens
+
+
+def hidden(world: World, worker: Worker) -> None:
+    """A program looks for values to start a pass from."""
+    for history in world.histories:
+        local = history.locals.get(worker.rank)
+        if history.outcome != "ended" and local is not None and not local.graph.hidden.issuperset(local.values):
+            raise Violation(f"a program has gradients of {history}, which has not ended")
 
 
 def reached(local: LocalPass) -> None:

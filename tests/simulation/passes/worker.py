@@ -359,9 +359,12 @@ class Worker(ContextHolder):
             self.undo(local)
 
     def lost(self, rank: int) -> None:
-        """The connection to a worker broke: its part of a pass may be lost, and maybe nobody else reports it."""
+        """The connection to a worker broke: its part of a pass may be lost, and maybe nobody else reports it.
+
+        Also if the pass has failed here: maybe only that worker was told so.
+        """
         for local in list(self.context.passes.values() if self.context is not None else ()):
-            if rank in local.partners and not local.machine.failed and not local.machine.ended:
+            if rank in local.partners and not local.machine.ended:
                 error = PassError(f"the connection to {rank} is lost")
                 start(self, self.fail(local, error) if local.machine.active else self.tell_origin(local, error))
 

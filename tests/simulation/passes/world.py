@@ -172,6 +172,7 @@ class World:
             if worker.context is None:
                 return
             graph = worker.context.graph
+            checks.hidden(self, worker)
             roots = tuple(graph.sinks())
             if not roots or rng.random() < 0.4:
                 visible = graph.visible()

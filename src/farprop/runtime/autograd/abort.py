@@ -58,8 +58,22 @@ class PassAborter:
 
     def fail(self, local: LocalPass, error: BaseException) -> None:
         """A pass failed on this worker: stop it here, and report the failure to its origin."""
-        if not self.stop(local):
-            return
+        if self.stop(local):
+            self._tell_origin(local, error)
+
+    def on_partner_lost(self, local: LocalPass, error: BaseException) -> None:
+        """The connection to a worker that takes part was lost.
+
+        That is reported also if the pass has stopped here before: maybe only the lost worker was told, in an answer.
+        """
+        with local.lock:
+            local.machine.fail()
+            has_failed = local.machine.failed
+        is_aborted = local.id.origin == self._own_rank and local.id.number in local.context.aborts
+        if has_failed and not is_aborted:
+            self._tell_origin(local, error)
+
+    def _tell_origin(self, local: LocalPass, error: BaseException) -> None:
         if local.id.origin == self._own_rank:
             self._fail_waiter(local.id, error)
         else:

@@ -137,11 +137,11 @@ class ContextCleanup:
         for context in self._contexts.all():
             for local in context.all_passes():
                 # Our part may be done, but gradients that we sent may be lost. If the pass has ended, this is ignored.
-                if rank in local.partners and not local.machine.failed and not local.machine.ended:
+                if rank in local.partners and not local.machine.ended:
                     name = self._peers.name_of_rank(rank)
                     error = ConnectionLostError(f"The connection to {name} was lost during a backward pass.")
                     error.worker = name
-                    self._peers.submit(self._aborter.fail, local, explained(error))
+                    self._peers.submit(self._aborter.on_partner_lost, local, explained(error))
 
     def on_death(self, rank: int) -> None:
         """A worker is dead: its contexts and passes end, and it will not tell others when a context ends."""
