@@ -13,6 +13,7 @@ from tests.autograd.oracle.outcome import Outcome
 from tests.autograd.oracle.program import Program, prunes
 
 Tensor = torch.Tensor
+SPARSE_ERROR = "add(sparse, dense) is not supported"
 
 
 class LocalReference:
@@ -75,6 +76,33 @@ def make_interpreters(
     return interpreters
 
 
+def _run_sparse_first(roots: list[Tensor]) -> None:
+    """Have torch's engine run nodes with sparse gradients, those in front and those behind, before others if it can."""
+    users: dict[Any, list[Any]] = {}
+    seen: set[Any] = set()
+    todo = [root.grad_fn for root in roots]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            for following, _ in node.next_functions:
+                users.setdefault(following, []).append(node)
+                todo.append(following)
+    first: set[Any] = set()
+    sparse = [node for node in seen if getattr(node, "_saved_sparse", False)]
+    for neighbours in (users, {node: [n for n, _ in node.next_functions if n is not None] for node in seen}):
+        todo = [following for node in sparse for following in neighbours.get(node, ())]
+        while todo:
+            node = todo.pop()
+            if node not in first:
+                first.add(node)
+                todo += neighbours.get(node, ())
+    first.update(sparse)
+    for node in seen:
+        if node.next_functions:  # not those of leaves, which come last in any case
+            node._set_sequence_nr(int(node in first))
+
+
 def _backward(interpreters: list[LocalInterpreter], roots: list[Tensor], keep_graph: bool, create_graph: bool) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Using backward")  # of cycles, which end with the run
@@ -85,7 +113,12 @@ def _backward(interpreters: list[LocalInterpreter], roots: list[Tensor], keep_gr
 
 
 def _grads(
-    program: Program, interpreters: list[LocalInterpreter], roots: list[Tensor], outputs: list[Any], outcome: Outcome
+    program: Program,
+    interpreters: list[LocalInterpreter],
+    roots: list[Tensor],
+    outputs: list[Any],
+    outcome: Outcome,
+    sparse_first: bool,
 ) -> None:
     assert program.higher is not None
     order, numbers, between = program.higher
@@ -96,6 +129,8 @@ def _grads(
         return
     for derivative in range(1, order + 1):
         more = derivative < order
+        if sparse_first:
+            _run_sparse_first(roots)
         gradients = torch.autograd.grad(roots, inputs, create_graph=more, retain_graph=True, allow_unused=True)
         outcome.derivatives.append(list(gradients))
         _take_retained(interpreters, len(program.passes) - 1 + derivative)
@@ -113,7 +148,20 @@ def _take_retained(interpreters: list[LocalInterpreter], passes: int) -> None:
         interpreter.take_retained(passes)
 
 
-def run_locally(program: Program) -> Outcome:
+def may_add_dense_to_sparse(program: Program) -> bool:
+    """Whether torch's own passes of a program fail if they add gradients in another order.
+
+    In grad mode, torch's engine adds a sparse gradient to a dense one, but fails to add a dense one to a sparse one.
+    Which comes first depends on the order in which it runs nodes, and that is another one on workers.
+    """
+    try:
+        run_locally(program, sparse_first=True)
+    except RuntimeError as error:
+        return SPARSE_ERROR in str(error)
+    return False
+
+
+def run_locally(program: Program, sparse_first: bool = False) -> Outcome:
     interpreters = make_interpreters(program)
     with wrappers.autocast_of(program):
         results = interpreters[0].run(0, [])
@@ -129,10 +177,12 @@ def run_locally(program: Program) -> Outcome:
     if higher is None:
         _backward(interpreters, chosen, last.keep, create_graph=False)
     elif higher.inputs:
-        _grads(program, interpreters, chosen, roots, outcome)
+        _grads(program, interpreters, chosen, roots, outcome, sparse_first)
     else:
         for order in range(higher.order):
             is_last = order == higher.order - 1
+            if sparse_first:
+                _run_sparse_first(chosen)
             _backward(interpreters, chosen, not is_last, not is_last)
             scalars = [scalar_of([leaf.grad for leaf in i.leaves.values()]) for i in interpreters]
             chosen = [scalar.clone() for scalar in scalars if scalar is not None]
