@@ -217,10 +217,11 @@ def test_embeddings() -> None:
 
 def test_pipeline_transformer(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    command = [*PYTHON, "examples/pipeline_transformer.py", "--epochs", "2", "--trace", str(trace)]
-    *epochs, where, heading, driver, one, two, three, bubble, right = _output(command).splitlines()
-    first, second = (float(re.fullmatch(r"epoch \d: loss (\d\.\d{3})", line)[1]) for line in epochs)
-    assert second < first < 2.5
+    command = [*PYTHON, "examples/pipeline_transformer.py", "--epochs", "1", "--trace", str(trace)]
+    epoch, where, heading, driver, one, two, three, bubble, right = _output(command).splitlines()
+    loss = re.fullmatch(r"epoch 1: loss (\d\.\d{3})", epoch)
+    assert loss is not None, epoch
+    assert float(loss[1]) < 2.25  # that of a guess is 2.30
     assert where == f"Three more steps are in {trace}:"
     assert heading.split()[0] == "worker"
     assert [line.split()[0] for line in (driver, one, two, three)] == ["driver", "worker0", "worker1", "worker2"]
