@@ -16,6 +16,9 @@ from farprop.nn.parallel import DistributedDataParallel
 from tests.groups.kinds import default_group
 from tests.support.workers import run_workers
 
+# The compiler.
+IMPORTED_IN_WORKERS = ("torch._dynamo",)
+
 
 class Layers(nn.Module):
     """Two layers of more than 1 MiB. It is a class of its own, because the compiler does not trace torch's modules."""

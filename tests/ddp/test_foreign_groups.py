@@ -22,6 +22,9 @@ from tests.ddp.foreign_groups import GROUPS, WORKS, Foreign, GlooGroup, LateWork
 from tests.groups.kinds import default_group
 from tests.support.workers import run_workers
 
+# Torch's DistributedDataParallel imports it when it is made.
+IMPORTED_IN_WORKERS = ("torch._dynamo",)
+
 
 class Branches(nn.Module):
     """Has two dtypes, buffers, and a layer that can be left unused."""

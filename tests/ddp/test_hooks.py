@@ -23,6 +23,9 @@ from tests.ddp.models import Net, assert_gradients, batch, share, step
 from tests.groups.kinds import default_group
 from tests.support.workers import run_workers
 
+# Torch's DistributedDataParallel imports it when it is made.
+IMPORTED_IN_WORKERS = ("torch._dynamo",)
+
 Hook = Callable[[Any, Any], Future[torch.Tensor]]
 
 

@@ -16,6 +16,9 @@ from farprop.distributed import LonelyProcessGroup
 from tests.groups.kinds import default_group
 from tests.support.workers import run_workers
 
+# Torch's DistributedDataParallel imports it when it is made.
+IMPORTED_IN_WORKERS = ("torch._dynamo",)
+
 # Lonely groups have one rank; the others are made of send and recv, of three collectives, and of a wrapped group.
 JOBS = [("lonely", 1), ("messages", 3), ("three", 2), ("counting", 2)]
 

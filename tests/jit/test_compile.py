@@ -15,6 +15,9 @@ from farprop.errors import UsageError
 from tests.jit import models as m
 from tests.support.workers import Cluster, cluster
 
+# The compiler.
+IMPORTED_IN_WORKERS = ("torch._dynamo",)
+
 _needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++, which is not here")
 _BACKENDS = ["eager", pytest.param("inductor", marks=[_needs_compiler, pytest.mark.timeout(400)])]
 

@@ -1,7 +1,5 @@
 """``python -m tests.simulation``: whole jobs, and single protocols, on virtual time."""
 
-# ruff: noqa: E402
-
 import os
 import sys
 

@@ -8,7 +8,8 @@ For each fork the caller passes the name of the test's module and three descript
 a file for its output, and a pipe on which the server writes how the child ended. The answer is the child's pid and a
 pidfd for it, so that a signal can't hit another process that got the same pid later.
 
-The server imports that module before it forks: a child that runs a function of it would have to, each time anew.
+The server imports that module before it forks: a child that runs a function of it would have to, each time anew. If
+what the test runs imports much more, the module names that in ``IMPORTED_IN_WORKERS``.
 
 If the caller dies, the server sees its control socket close and kills all its children; if the server dies, the
 kernel kills them.
@@ -39,8 +40,8 @@ from pathlib import Path
 from tests.support import leaks, lock_order
 
 # Farprop reads its settings when it is initialised, not when it is imported, so children need not import it anew.
-# Pytest is here because test modules import it, and torch's DTensor because ``torch.testing.assert_close`` imports it, with
-# sympy, which takes a second.
+# Pytest is here because test modules import it, and torch's DTensor because ``torch.testing.assert_close`` imports it,
+# with sympy, which takes a second.
 PRELOAD = (
     "torch",
     "torch.distributed",
@@ -226,7 +227,8 @@ def _import_for_children(name: str) -> None:
         return
     _imported.append(name)
     try:
-        importlib.import_module(name)
+        for more in getattr(importlib.import_module(name), "IMPORTED_IN_WORKERS", ()):
+            importlib.import_module(more)
     except Exception:
         traceback.print_exc()  # as it will in the children that need it, for which the test fails
     _prepare_to_fork()

@@ -13,6 +13,9 @@ from tests.groups.kinds import default_group
 from tests.groups.native.layouts import SEVERAL_HOSTS, environment
 from tests.support.workers import run_workers
 
+# Torch's DistributedDataParallel imports it when it is made.
+IMPORTED_IN_WORKERS = ("torch._dynamo",)
+
 JOBS = [("one", 1), ("one", 2), ("one", 3), ("one", 4), ("tcp", 2), ("tcp", 3), ("tcp", 4), ("two", 3), ("two", 4)]
 JOBS += [(layout, 4) for layout in SEVERAL_HOSTS]
 JOB = pytest.mark.parametrize(("layout", "size"), JOBS)
