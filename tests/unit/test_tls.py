@@ -183,6 +183,23 @@ def test_own_certificates_must_be_signed_by_the_authority(tmp_path: Path) -> Non
             connect(dialer, listener)
 
 
+def test_a_worker_whose_certificate_is_refused_is_told_what_to_look_at(tmp_path: Path) -> None:
+    ours, other = CertificateAuthority(tmp_path, "ours"), CertificateAuthority(tmp_path, "other")
+    listeners, (certificate, key, _) = ours.issue("listener"), other.issue("dialer")
+    ends = socket.socketpair()
+    client = Certificates((certificate, key, listeners[2])).dial(ends[0])
+    server, _ = Certificates(listeners).accept(ends[1])
+    with closing(client), closing(server):
+        _, hello = client.handshake(b"")
+        is_made, finished = client.handshake(server.handshake(hello)[1])
+        assert is_made
+        with pytest.raises(ProtocolError, match="no TLS connection could be made"):
+            server.handshake(finished)
+        ends[1].sendall(server.last_words())
+        with pytest.raises(ProtocolError, match=r"it ended TLS \(.*FARPROP_TLS_CERT here and FARPROP_TLS_CA there"):
+            client.recv(100)
+
+
 def test_unusable_certificate_files_are_reported_at_startup(tmp_path: Path) -> None:
     certificate, key, ca = CertificateAuthority(tmp_path, "ours").issue("one")
     for files in ((certificate, "/nowhere", ca), (key, key, ca), (certificate, key, "/nowhere")):

@@ -159,7 +159,14 @@ class TlsSocket:
             self.has_more = False
             return count
         except ssl.SSLError as error:
-            raise ProtocolError(f"what it sent was altered on its way, or is not TLS ({_reason(error)})") from error
+            reason = _reason(error)
+            if "alert" in reason:
+                # In TLS 1.3 the dialling end has finished the handshake before the other one looks at its certificate.
+                raise ProtocolError(
+                    f"it ended TLS ({reason}). If the job has certificates of its own, it refuses this worker's: look "
+                    "at FARPROP_TLS_CERT here and FARPROP_TLS_CA there"
+                ) from error
+            raise ProtocolError(f"what it sent was altered on its way, or is not TLS ({reason})") from error
         self.has_more = count == size and bool(incoming.pending or tls.pending())
         if not count:
             if self._outgoing.pending > _MOST_ANSWERS:
