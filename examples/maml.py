@@ -23,7 +23,7 @@ from farprop.rpc import RRef
 
 SIZES = [[(64, 48), (48,), (48, 48), (48,)], [(48, 48), (48,), (48, 5), (5,)]]
 TASKS, SHOWN, ASKED, INNER_STEPS, INNER_RATE, OUTER_RATE = 2, 2, 6, 2, 0.5, 0.01
-TESTED, TEST_TASKS, SHOW_EVERY = 400, 8, 5
+TESTED, SHOW_EVERY = 400, 5
 
 
 # On the workers that have layers
@@ -116,9 +116,9 @@ def test(model: Model, tasks: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> fl
     return sum(right) / len(right)
 
 
-def main(steps: int) -> None:
+def main(steps: int, test_tasks: int) -> None:
     training, testing = load()
-    tests = [testing.draw() for _ in range(TEST_TASKS)]
+    tests = [testing.draw() for _ in range(test_tasks)]
     with farprop.workers(2) as workers:
         halves = [worker.remote(Half, number) for number, worker in enumerate(workers)]
         model = Model(halves, [half.rpc_sync().references() for half in halves])
@@ -145,7 +145,8 @@ def main(steps: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="MAML: a model on two workers that learns to learn.")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--test-tasks", type=int, default=8, help="that it is tested with now and then")
     try:
-        main(parser.parse_args().steps)
+        main(**vars(parser.parse_args()))
     except KeyboardInterrupt:
         sys.exit(130)
