@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import itertools
 import os
 import pickle
@@ -83,6 +84,7 @@ def main(conn: Connection) -> None:
     _set_up(setup)
     Child(conn).serve()
     if setup.full_exit:
+        gc.unfreeze()  # the collector has to see what the server imported, or most of it is never destroyed
         for finaliser in _spared:
             finaliser.atexit = True
     else:
