@@ -133,7 +133,7 @@ def _cancel_what_runs() -> None:
     _assert_cancelled(thread)
     rpc.rpc_sync(to, f.open_gate)
     _until_nothing_is_left(to)
-    assert rpc.rpc_sync(to, _results_left) == (0, "0", 0)
+    _until_no_result_is_left(to)
 
     futures = rpc.rpc_async(to, _relay, args=("worker0", "chained"))
     f.wait_until_noted(("begins", "chained"))
@@ -159,6 +159,13 @@ def _big_result() -> Any:
     result = _Result(tensor=torch.zeros(1 << 20), reference=rpc.RRef(torch.ones(2)))
     _results.append(weakref.ref(result))
     return result
+
+
+def _until_no_result_is_left(worker: str) -> None:
+    """The thread that made it may still be on its way out of the function."""
+    deadline = time.monotonic() + 30
+    while (left := rpc.rpc_sync(worker, _results_left)) != (0, "0", 0):
+        assert time.monotonic() < deadline, left
 
 
 def _results_left() -> tuple[int, str, int]:
