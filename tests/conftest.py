@@ -53,6 +53,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> None:
     if isinstance(item, pytest.Function):
         forkserver.test_module = item.module.__name__
+        leaks.mark_semaphores()  # again: a test may have run what sets multiprocessing up anew
 
 
 @pytest.hookimpl(wrapper=True)

@@ -230,15 +230,23 @@ def times_out() -> None:
     trainer = Trainer()
     rpc.rpc_sync("worker2", plant, ("forward", 1, hang))
     with dist_autograd.context() as context_id:
-        with pytest.raises(RpcTimeoutError, match="did not end within 0.3 s") as caught:
-            trainer.step(timeout=0.3)
+        with pytest.raises(RpcTimeoutError, match="did not end within 2.0 s") as caught:
+            trainer.step(timeout=2.0)
         assert "worker2 runs the forward of micro-batch 1 through stage 1." in caught.value.__notes__
         with pytest.raises(RpcTimeoutError, match="did not end within 0.2 s"):
             trainer.step(timeout=0.2)
         assert gradients(context_id, trainer.pipe.parameters()) == [None] * len(trainer.gradients)
     rpc.rpc_sync("worker2", heal)
     rpc.rpc_sync("worker2", let_go)
+    assert rpc.rpc_sync("worker2", steps_begun) == 0  # the second one had been aborted
     trainer.check()
+
+
+@rpc.functions.async_execution
+def steps_begun() -> Any:
+    runners = list(_runners.values())
+    are_idle = torch.futures.collect_all([runner.idle() for runner in runners])
+    return are_idle.then(lambda _: sum(runner._step is not None for runner in runners))
 
 
 def test_a_stage_that_hangs(workers: Cluster) -> None:

@@ -10,6 +10,7 @@ Linux only: all of it is read from ``/proc``.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import re
@@ -125,6 +126,7 @@ def mark_semaphores() -> None:
     process.current_process()._config["semprefix"] = f"/{_run()}"  # type: ignore[attr-defined]
 
 
+@functools.cache
 def _run() -> str:
     """A name of this run of the tests: its directory for temporary files, which all of its processes share."""
     return os.path.basename(tempfile.gettempdir())

@@ -117,6 +117,7 @@ class StageRunner:
         self._lock = make_lock("stage_runner")
         self._step: _Step | None = None
         self._acting: tuple[_Step, Action] | None = None  # what runs; not always of the current step
+        self._over = 0  # the steps up to this number were aborted, or followed by another one
         self._failed: tuple[int, Report] | None = None  # the last step that failed here
         self._outcome: tuple[int, Future[Any]] | None = None  # of the last step, until somebody asks for it
         # The last step that has ended here, and may fail elsewhere: by its context, its number and what to put back.
@@ -166,6 +167,8 @@ class StageRunner:
         began: Future[None] = Future()
         self._unanswered[began] = None
         self._drop(None)
+        with self._lock:
+            self._over = max(self._over, order.number - 1)
         self._run_when_idle(partial(self._begin_idle, order, current_context.get() if order.trains else None, began))
         return began
 
@@ -177,11 +180,13 @@ class StageRunner:
         plans = make_plans(order.schedule, self._workers, len(order.weights), order.trains)
         step = _Step(order, PlanExecution(plans[self._own], len(self._workers)), context, before)
         with self._lock:
-            self._failed = None
-            self._ended.clear()
-            self._step = step
-            self._outcome = order.number, step.finished
-        self._complete(began, None)
+            is_over = order.number <= self._over  # meanwhile: it had to wait for an action
+            if not is_over:
+                self._failed = None
+                self._ended.clear()
+                self._step = step
+                self._outcome = order.number, step.finished
+        self._complete(began, FarpropError(f"Step {order.number} of the pipeline was aborted.") if is_over else None)
 
     def finished(self, number: int) -> Future[Any]:
         """A future of this worker's result of a step: what the last stage made, or None. It can be asked for once."""
@@ -233,7 +238,11 @@ class StageRunner:
             return action
 
     def _on_not_run(self, step: _Step, action: Action, error: Exception) -> None:
-        """The call to this worker itself failed."""
+        """The call to this worker itself failed: it was not run, or an action of it wanted to end the process."""
+        with self._lock:
+            acting = self._acting
+        if acting is not None and acting[0] is step:
+            action = acting[1]  # maybe not the one that the call began with
         self._end_action(step, action)
         self._fail(step, action, error)
 
@@ -323,6 +332,8 @@ class StageRunner:
 
     def abort(self, number: int) -> Report:
         """A step has failed somewhere: let go of everything that is kept for it."""
+        with self._lock:
+            self._over = max(self._over, number)
         report = self._drop(number)
         if report is not None:
             return report
