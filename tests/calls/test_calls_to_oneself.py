@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from typing import Any
 
@@ -154,3 +155,25 @@ def _call_after_shutdown() -> None:
 def test_lost_connection_fails_open_calls(env: dict[str, str]) -> None:
     with cluster(1, env) as c:
         c.run(0, _call_after_shutdown)
+
+
+_order: list[int] = []
+
+
+def _note_order(value: int) -> None:
+    _order.append(value)
+
+
+def _many_in_a_row() -> None:
+    sys.setswitchinterval(1e-6)  # threads meet anywhere
+    own = rpc.get_worker_info().name
+    for _ in range(300):
+        _order.clear()
+        for future in [rpc.rpc_async(own, _note_order, args=(i,)) for i in range(20)]:
+            future.wait()
+        assert _order == list(range(20))
+
+
+def test_one_thread_runs_them_in_the_order_in_which_they_were_made(env: dict[str, str]) -> None:
+    with cluster(1, env, options={"num_worker_threads": 1}) as c:
+        c.run(0, _many_in_a_row)

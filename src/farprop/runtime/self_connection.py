@@ -7,6 +7,7 @@ call, so they are copies at the other end.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from farprop.errors import ConnectionLostError
@@ -30,6 +31,10 @@ class Loopback:
         self.rank = rank
         self.closed = False
         self.served: ServedCalls[Callable[[], object]] = ServedCalls()
+        # Requests that the server has not accepted yet, with the times of their arrival. Whichever thread takes the
+        # token accepts them, so that they keep their order.
+        self.arrivals: deque[tuple[Message, float]] = deque()
+        self.token = deque([True])
         self.deliver: Callable[[Message], None]
         self.on_hung_up: Callable[[], None]
         self._accept = accept

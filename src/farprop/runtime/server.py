@@ -140,6 +140,11 @@ class PendingReply:
         return self.connection.served.wait(self.call_id, stop)
 
 
+def _as_connection(loopback: Loopback) -> Connection:
+    """It has everything that the server uses of a connection."""
+    return cast(Connection, loopback)
+
+
 class Server:
     """See the module's rules."""
 
@@ -317,12 +322,25 @@ class Server:
 
         A thread of the pool counts it and admits it: an interrupt of the caller could leave it half admitted.
         """
-        # It has everything that the server uses of a connection.
-        own = cast(Connection, connection)
         if message.kind == CANCEL:
-            self._cancel(own, message.call_id)
+            self._cancel(_as_connection(connection), message.call_id)
         else:
-            self._threads.submit(self._accept_request, own, message, _now())
+            connection.arrivals.append((message, _now()))
+            self._threads.submit(self._accept_arrivals, connection)
+
+    def _accept_arrivals(self, connection: Loopback) -> None:
+        """Accept the requests of this worker to itself, in their order, unless another thread is at it."""
+        arrivals, token = connection.arrivals, connection.token
+        while arrivals:
+            try:
+                token.pop()
+            except IndexError:
+                return  # whoever has it looks again after giving it back
+            try:
+                while arrivals:
+                    self._accept_request(_as_connection(connection), *arrivals.popleft())
+            finally:
+                token.append(True)
 
     def _take_references(self, connection: Connection, message: Message, counted_from: float) -> None:
         """Take the references of a request."""
