@@ -45,8 +45,9 @@ def _count_waiting_calls() -> None:
     assert before["agent.server_active_async_calls"] == "0"
     future = rpc.rpc_async("worker1", _keep_waiting)
     wait_until(lambda: bool(_gate) and _metrics()["agent.server_active_async_calls"] == "1")
+    # The function there has made its call, and may not have returned yet.
+    wait_until(lambda: rpc.rpc_sync("worker1", _metrics)["agent.server_active_async_calls"] == "1")
     there = rpc.rpc_sync("worker1", _metrics)
-    assert there["agent.server_active_async_calls"] == "1"
     assert int(there["agent.client_active_calls"]) == 1
     assert int(there["agent.server_active_calls"]) == 2  # including the call that asks
     assert _metrics()["agent.client_active_calls"] == "1"
