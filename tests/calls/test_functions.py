@@ -9,7 +9,8 @@ import torch
 
 import farprop.rpc as rpc
 from tests.calls import functions as f
-from tests.support.workers import cluster
+from tests.support.openmp import threads_for_operators
+from tests.support.workers import cluster, run_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
@@ -161,3 +162,23 @@ def _custom_pickler() -> None:
 def test_a_custom_pickler() -> None:
     with cluster(2) as c:
         c.run(0, _custom_pickler)
+
+
+async def _threads_of_a_coroutine() -> int:
+    return threads_for_operators()
+
+
+def _calls_with_three_threads(rank: int) -> None:
+    torch.set_num_threads(3)
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+    if rank == 0:
+        for to in ("worker1", "worker0"):
+            assert rpc.rpc_sync(to, threads_for_operators) == 3
+            assert rpc.rpc_sync(to, _threads_of_a_coroutine) == 3
+        done = rpc.rpc_async("worker1", f.noop).then(lambda _: threads_for_operators())
+        assert done.wait() == 3
+    rpc.shutdown()
+
+
+def test_operators_of_called_functions_use_the_threads_that_torch_was_told_to_use() -> None:
+    run_workers(_calls_with_three_threads, 2)

@@ -23,6 +23,7 @@ from farprop.launch.tasks import Tasks, _Task
 from farprop.rpc.functions import async_execution
 from tests.launch.interrupting import ctrl_c_when, make_fifo
 from tests.support import leaks
+from tests.support.openmp import threads_for_operators
 
 
 @pytest.fixture(scope="module")
@@ -251,6 +252,23 @@ def _interrupt_many_tasks() -> bool:
 
 def test_an_interrupt_never_comes_after_its_function(pool: LocalWorkers) -> None:
     assert pool[0].call(_interrupt_many_tasks)
+
+
+def _threads_for_operators_of_a_task() -> int:
+    torch.set_num_threads(3)
+    found: list[int] = []
+    done = threading.Event()
+    task = _Task(0, lambda: found.append(threads_for_operators()), Context())
+    task.subscribe(done.set)
+    Tasks().start(task)
+    assert done.wait(30)
+    return found[0]
+
+
+def test_operators_use_the_threads_that_torch_was_told_to_use(pool: LocalWorkers) -> None:
+    before = pool[0].call(torch.get_num_threads)
+    assert pool[0].call(_threads_for_operators_of_a_task) == 3
+    pool[0].call(torch.set_num_threads, before)
 
 
 # Wrong use

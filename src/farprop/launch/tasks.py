@@ -17,7 +17,7 @@ from typing import Any
 from farprop.locks import make_lock
 from farprop.rpc.constants import DEFAULT_NUM_WORKER_THREADS
 from farprop.runtime.async_results import Deferred
-from farprop.runtime.thread_pool import coroutine_of, pool_of_this_thread, this_thread
+from farprop.runtime.thread_pool import adopt_num_threads, coroutine_of, pool_of_this_thread, this_thread
 from farprop.wire.function_names import resolve, shown_name
 
 _MOST_THREADS = DEFAULT_NUM_WORKER_THREADS
@@ -94,6 +94,7 @@ class Tasks:
 
     def _serve(self) -> None:
         this_thread.makes_nested_calls = True
+        adopt_num_threads()
         while True:
             task = self._waiting.get()
             task.context.run(self._run, task)

@@ -20,7 +20,7 @@ from farprop.locks import make_lock
 from farprop.runtime import futures
 from farprop.runtime.autograd.contexts import Context, current_context
 from farprop.runtime.request_queue import OWN
-from farprop.runtime.thread_pool import ThreadPool, coroutine_of, this_thread
+from farprop.runtime.thread_pool import ThreadPool, adopt_num_threads, coroutine_of, this_thread
 
 Answer = Callable[[Any], None]
 Fail = Callable[[BaseException], None]
@@ -170,6 +170,7 @@ class AsyncioThread:
     def _run_forever(self, loop: asyncio.AbstractEventLoop) -> None:
         this_thread.makes_nested_calls = True
         this_thread.runs_coroutines_of = self._worker
+        adopt_num_threads()
         loop.run_forever()
 
     def close(self) -> None:

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
+import torch
+
 from farprop.errors import UsageError
 from farprop.locks import make_lock
 from farprop.runtime.event_loop import EventLoop
@@ -37,6 +39,9 @@ _REST_SECONDS = 5.0  # after which an idle thread that is one too many ends
 
 _get_ident = threading.get_ident
 _now = time.monotonic
+# OpenMP has a number of threads for each thread, and convolutions ask nobody else: a thread that has not asked torch
+# yet would use all cores, whatever ``torch.set_num_threads`` was told. To ask takes 25 ns.
+adopt_num_threads: Callable[[], int] = torch.get_num_threads
 
 Task = tuple[Callable[..., object], tuple[Any, ...]]
 
@@ -245,6 +250,7 @@ class ThreadPool:
             if self._leader == me:
                 self._watcher.watch()
         this_thread.counted = 1
+        adopt_num_threads()
         try:
             function(*args)
         except Exception:
@@ -262,6 +268,7 @@ class ThreadPool:
         """Run what the limit does not hold up, one after the other; other threads may take from the queue meanwhile."""
         answers, lock = self._answers, self._lock
         this_thread.counted = 0
+        adopt_num_threads()
         while True:
             with lock:
                 try:
