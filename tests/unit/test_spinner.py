@@ -106,6 +106,26 @@ def test_busy_machine_shortens_it_for_a_while(clock: Clock) -> None:
     assert wait(spin, clock, busy, 0.0005)
 
 
+def _spins_lost_in(seconds: float, clock: Clock, busy: Activity) -> int:
+    """Wait for messages on a machine whose cores others want; returns how often a spinning thread lost its core."""
+    spin, lost, end = Spinner(), 0, clock.now + seconds
+    clock.look = 0.003  # another process has the core meanwhile
+    while clock.now < end:
+        rested_until = busy.rests_until
+        wait(spin, clock, busy, 0.0005)
+        lost += busy.rests_until != rested_until
+    return lost
+
+
+def test_on_a_busy_machine_all_threads_rest_for_longer_and_longer(clock: Clock) -> None:
+    busy = activity()
+    assert 5 < _spins_lost_in(2.0, clock, busy) < 15
+    assert 10 < _spins_lost_in(10.0, clock, busy) < 20
+    clock.now += 5.0  # without any messages
+    # The machine may be busy for a moment only.
+    assert 2 < _spins_lost_in(0.1, clock, busy) < 6
+
+
 def test_limit_of_zero_means_not_at_all(clock: Clock) -> None:
     spin = Spinner()
     clock.message_at = 1.0

@@ -9,7 +9,8 @@ To be woken costs tens of microseconds, more than a message takes that is on its
 - It gives way at every look: the message that it waits for may come from a process that waits for this very core. The
   kernel would let it spin for a whole slice, 3 ms, before that.
 - It stops when the process or the machine has other work: a thread of the pool runs something, or this thread did not
-  get its core back at once.
+  get its core back at once. Then all threads of the process rest: a thread that sleeps gets its core back sooner than
+  one that has given way.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from collections.abc import Callable
 CROWDED_SECONDS = 400e-6
 _LEAST_SECONDS = 100e-6
 _PREEMPTED_SECONDS = 250e-6  # a look that takes longer was interrupted by other work
-_BACK_OFF_SECONDS = 0.01
+_FIRST_REST_SECONDS = 0.01  # without spinning, after that
+_LONGEST_REST_SECONDS = 0.64
 _LONG_SECONDS = 0.004  # longer waits count as this one, so that a worker that was idle spins again after a few messages
 _LEARNING = 0.25
 CROWDED = 1 << 30  # a number of workers that no host has cores for
@@ -42,14 +44,16 @@ class Activity:
     """What all spinners of a process have to know.
 
     ``running`` threads of the pool run something, and don't wait. ``spin_seconds`` is for how long a thread may spin; 0
-    for not at all. With a single core no thread spins.
+    for not at all. With a single core no thread spins, and until ``rests_until`` none does.
     """
 
-    __slots__ = ("running", "spin_seconds")
+    __slots__ = ("_rest", "rests_until", "running", "spin_seconds")
 
     def __init__(self) -> None:
         self.running = 0
         self.spin_seconds = 0.0
+        self.rests_until = 0.0
+        self._rest = _FIRST_REST_SECONDS
         self.set_limit(CROWDED_SECONDS, CROWDED)
 
     def set_limit(self, seconds: float, workers: int) -> None:
@@ -57,15 +61,20 @@ class Activity:
         cores = len(os.sched_getaffinity(0))
         self.spin_seconds = 0.0 if cores < 2 else seconds if workers <= cores else min(seconds, CROWDED_SECONDS)
 
+    def on_preempted(self, now: float) -> None:
+        """Other work has had the core of a thread that spun. The sooner it happens again, the longer the next rest."""
+        again = now - self.rests_until < 4 * self._rest
+        self._rest = min(2 * self._rest, _LONGEST_REST_SECONDS) if again else _FIRST_REST_SECONDS
+        self.rests_until = now + self._rest
+
 
 class Spinner:
     """Waits for one source of messages."""
 
-    __slots__ = ("_busy_until", "_expected", "_spun")
+    __slots__ = ("_expected", "_spun")
 
     def __init__(self) -> None:
         self._expected = _LEAST_SECONDS  # how long a wait usually takes, in seconds
-        self._busy_until = 0.0
         self._spun = 0.0  # for how long the last ``poll`` has spun in vain
 
     def poll(self, poll: Callable[[int], Events], activity: Activity) -> Events:
@@ -75,10 +84,9 @@ class Spinner:
         if self._expected >= limit:
             return poll(0)
         looked = began = _now()
-        if began >= self._busy_until:
-            end = began + min(limit, 2 * self._expected + _LEAST_SECONDS)
-        else:
-            end = began + _LEAST_SECONDS
+        if began < activity.rests_until:
+            return poll(0)
+        end = began + min(limit, 2 * self._expected + _LEAST_SECONDS)
         while True:
             events = poll(0)
             if events:
@@ -90,10 +98,10 @@ class Spinner:
             _give_way()
             now = _now()
             self._spun = now - began
-            if now > end:
-                return events
             if now - looked > _PREEMPTED_SECONDS:
-                self._busy_until = now + _BACK_OFF_SECONDS
+                activity.on_preempted(now)
+                return events
+            if now > end:
                 return events
             looked = now
 
