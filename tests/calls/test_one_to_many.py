@@ -330,7 +330,6 @@ def _hold(_: torch.Tensor) -> str:
 def _map_too_much() -> None:
     _futures["held"] = rpc.map(["worker0", "worker1"], _hold, [(torch.ones(LARGE),)] * 8)
     refused: set[str] = set()
-    # The parcel counts until it has arrived, so there may be room for another call after that.
     while len(refused) < 2:
         for worker, future in rpc.broadcast(["worker0", "worker1"], _hold, (torch.ones(LARGE),)).items():
             if future.done():

@@ -13,7 +13,19 @@ from hypothesis import strategies as st
 from farprop.errors import ProtocolError
 from farprop.wire import frames
 from farprop.wire.frames import FrameReader
-from farprop.wire.message import ANSWER, CANCEL, FORGET, HEADER, NOTICE, REQUEST, SYSTEM, TRACED, Message
+from farprop.wire.message import (
+    ANSWER,
+    CANCEL,
+    FORGET,
+    HEADER,
+    IN_REQUEST,
+    NOTICE,
+    REQUEST,
+    SYSTEM,
+    TRACED,
+    Message,
+    ParcelPart,
+)
 from tests.support.raw_messages import pack
 
 CAP = 1 << 30
@@ -143,6 +155,18 @@ def test_protocol_error_says_which_rule_was_broken(change: dict[str, Any], reaso
     }
     with pytest.raises(ProtocolError, match=reason):
         feed(FrameReader(1000), pack(**{**frame, **change}), [4096])  # type: ignore[arg-type]
+
+
+def test_parts_of_the_last_buffer_count_once() -> None:
+    parts = [ParcelPart(IN_REQUEST, 0, 600).row, ParcelPart(IN_REQUEST, 0, 600).row]
+    frame = {"kind": REQUEST, "flags": 0, "call_id": 1, "seconds": 0.0, "name": b"", "body": b""}
+    (message,) = feed(FrameReader(1000), pack(**frame, table=[*parts, (700, 3)]), [4096])  # type: ignore[arg-type]
+    assert len(message.buffers) == 3
+    with pytest.raises(ProtocolError, match="larger than FARPROP_MAX_MESSAGE_BYTES"):
+        feed(FrameReader(1000), pack(**frame, table=[*parts, (1001, 3)]), [4096])  # type: ignore[arg-type]
+    with pytest.raises(ProtocolError, match="larger than FARPROP_MAX_MESSAGE_BYTES"):
+        other = [ParcelPart(IN_REQUEST + 1, 0, 600).row] * 2
+        feed(FrameReader(1000), pack(**frame, table=other), [4096])  # type: ignore[arg-type]
 
 
 def test_length_over_the_limit_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from farprop.errors import ProtocolError
 from farprop.protocol.parcels import ParcelId, Route, Stop
 from farprop.runtime.async_results import Deferred
 from farprop.runtime.chunk_sender import CHUNK_BYTES, ChunkSender
 from farprop.runtime.parcels import Parcels
 from farprop.transport.shared_copies import SharedCopies
 from farprop.transport.shared_memory import SegmentPool
-from farprop.wire.message import Method
+from farprop.wire.message import IN_REQUEST, Message, Method, ParcelPart
 
 PARCEL = ParcelId(0, 7)
 ROUTE: Route = ((Stop(1, 1),), (Stop(2, 1),))
@@ -27,6 +29,7 @@ class _Services:
     """Notes what is sent; what is submitted runs when the test says so."""
 
     label = "worker1"
+    dialect = SimpleNamespace(restricted=False)
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, Method]] = []
@@ -119,3 +122,37 @@ def test_sender_that_is_stopped_before_it_starts_sends_nothing(services: _Servic
     sender.stop()
     sender.start()
     assert services.sent == []
+
+
+# Requests that bring their parcel
+
+
+def _request(*buffers: Any) -> Message:
+    return Message(b"payload", list(buffers))
+
+
+def _hold(parcels: Parcels, request: Message) -> bool:
+    connection: Any = SimpleNamespace(rank=0, peer="worker0")
+    return parcels.hold(connection, request, 0.0)
+
+
+def test_request_gets_the_parts_of_the_parcel_that_it_brings(parcels: Parcels) -> None:
+    own, whole = memoryview(b"own"), memoryview(bytearray(range(200)))
+    request = _request(ParcelPart(IN_REQUEST, 64, 3), own, ParcelPart(IN_REQUEST, 0, 2), whole)
+    assert not _hold(parcels, request)
+    assert [bytes(buffer) for buffer in request.buffers] == [bytes([64, 65, 66]), b"own", bytes([0, 1])]
+    assert bytes(request.payload) == b"payload"
+
+
+@pytest.mark.parametrize(
+    "buffers",
+    [
+        [ParcelPart(IN_REQUEST, 0, 100)],
+        [ParcelPart(IN_REQUEST, 0, 100), ParcelPart(IN_REQUEST, 0, 100)],
+        [ParcelPart(IN_REQUEST, 64, 37), memoryview(bytes(100))],
+        [ParcelPart(IN_REQUEST, 0, 50), ParcelPart(3, 0, 50), memoryview(bytes(100))],
+    ],
+)
+def test_request_without_the_parcel_that_it_needs_breaks_the_protocol(parcels: Parcels, buffers: list[Any]) -> None:
+    with pytest.raises(ProtocolError):
+        _hold(parcels, _request(*buffers))

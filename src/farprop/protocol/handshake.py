@@ -27,7 +27,7 @@ import struct
 
 from farprop.errors import AuthenticationError, ProtocolError
 
-VERSION = 8
+VERSION = 9
 MAX_UNPROVEN = 2048
 MAX_IDENTITY = 512
 _MAGIC = b"FARPROP\n"

@@ -1,9 +1,9 @@
 """Calls of one function on many workers. What they have in common is encoded once, and travels as a parcel.
 
 Each worker gets its own request, straight from here, so deadlines, errors, references and autograd contexts are those
-of any call. Buffers that several workers get are not in the requests: they name a part of the parcel. Workers of this
-host get the parcel as one copy in shared memory, those of other hosts from a relay on their host. See "One call to many
-workers" in docs/design.md.
+of any call. Buffers that several workers get are not in the requests: they name a part of the parcel. Requests to
+workers of this host bring the parcel, as one copy in shared memory; those of other hosts get it from a relay on their
+host. See "One call to many workers" in docs/design.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,8 +39,8 @@ from farprop.runtime.parcels import Parcels
 from farprop.runtime.peers import Peers
 from farprop.runtime.recorder import recorder
 from farprop.runtime.services import WorkerServices
-from farprop.transport.shared_copies import SharedCopies
-from farprop.wire.message import PARCEL_ALIGNMENT, PARCEL_NUMBERS, Message, ParcelPart
+from farprop.transport.shared_copies import SharedCopies, SharedCopy
+from farprop.wire.message import IN_REQUEST, PARCEL_ALIGNMENT, PARCEL_NUMBERS, Message, ParcelPart
 from farprop.wire.tensors import DeviceMapRequired
 
 _log = logging.getLogger(__name__)
@@ -339,7 +339,7 @@ class _Sending:
         if self._services.dialect.restricted or len({item.entry.rank for item in items}) < 2:
             return None
         found: dict[int, _Encoded] = {id(item.encoded.message): item.encoded for item in items}
-        parcel = _Parcel(next(self._many._numbers) % PARCEL_NUMBERS)
+        parcel = _Parcel(1 + next(self._many._numbers) % (PARCEL_NUMBERS - 1))
         if len(found) == 1:
             (encoded,) = found.values()
             message = encoded.message
@@ -383,7 +383,6 @@ class _Sending:
         self._send_far(parcel, far)
         if not near:
             return
-        parcel_id = ParcelId(own, parcel.number)
         copy = many._copies.make(parcel.layout.size)
         if copy is None:  # there is no shared memory
             for item in near:
@@ -391,23 +390,9 @@ class _Sending:
             return
         try:
             parcel.layout.write_to(copy.write)
-            uses = Counter(item.entry.rank for item in near if self._needs_parcel(item))
-            sent: dict[int, list[Any]] = {}
+            parts = {key: (payload, _with_copy(buffers, copy)) for key, (payload, buffers) in self._parts.items()}
             for item in near:
-                rank = item.entry.rank
-                if rank in uses and rank not in sent:
-                    sent[rank] = []
-                    self._told.append(rank)
-                    if rank == own:
-                        many._parcels.arrive(parcel_id, uses[rank], copy)
-                    else:
-                        many._parcels.share(parcel_id, Stop(rank, uses[rank]), copy)
-                if self._send(item, self._parts) is not None and self._needs_parcel(item):
-                    sent[rank].append(item.future)
-            for rank, futures in sent.items():
-                if len(futures) < uses[rank]:
-                    # The others were refused, for example because too much is on its way: it expects them in vain.
-                    self._drop_after(futures, parcel.number, rank)
+                self._send(item, parts)
         finally:
             copy.release()
 
@@ -435,16 +420,8 @@ class _Sending:
     def _needs_parcel(self, item: _Item) -> bool:
         return any(type(part) is ParcelPart for part in self._parts[id(item.encoded.message)][1])
 
-    def _drop_after(self, futures: list[Any], number: int, rank: int) -> None:
-        """Have a worker drop the parcel once these calls are done."""
-        done = torch.futures.collect_all(futures)
-        done.add_done_callback(lambda _: self._services.submit(self._drop, number, [rank]))
-
     def _drop(self, number: int, ranks: Sequence[int]) -> None:
         for rank in ranks:
-            if rank == self._many._own.id:
-                self._many._parcels.on_drop(rank, rank, number)
-                continue
             drop(self._services, ParcelId(self._many._own.id, number), rank)
 
     # Requests
@@ -472,6 +449,12 @@ class _Sending:
             call.finish(None, error)
             return None
         return call
+
+
+def _with_copy(buffers: list[Any], copy: SharedCopy) -> list[Any]:
+    """The buffers of a request that brings its parcel itself, in memory that it shares with others."""
+    own = [part._replace(number=IN_REQUEST) if type(part) is ParcelPart else part for part in buffers]
+    return [*own, copy] if any(type(part) is ParcelPart for part in buffers) else own
 
 
 def _address(buffer: memoryview) -> int:

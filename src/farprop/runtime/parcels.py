@@ -24,7 +24,7 @@ from farprop.runtime.services import WorkerServices
 from farprop.runtime.timers import TimerHandle
 from farprop.transport.connection import Connection
 from farprop.transport.shared_copies import SharedCopies, SharedCopy
-from farprop.wire.message import ANSWER, Message, Method, ParcelPart
+from farprop.wire.message import ANSWER, IN_REQUEST, Message, Method, ParcelPart
 
 _log = logging.getLogger(__name__)
 
@@ -146,6 +146,12 @@ class Parcels:
             return False
         if len(numbers) > 1 or self._services.dialect.restricted:
             raise ProtocolError("a request needs several parcels, or one in a restricted job")
+        if IN_REQUEST in numbers:
+            whole = message.buffers.pop()
+            if type(whole) is ParcelPart:
+                raise ProtocolError("a request does not have the parcel that it needs")
+            _fill(message, OwnMemory(whole, 1) if type(whole) is memoryview else whole)
+            return False
         parcel = ParcelId(connection.rank, numbers.pop())
         request = HeldRequest(connection, message, counted_from)
         with self._lock:

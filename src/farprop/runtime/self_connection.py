@@ -9,12 +9,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from farprop.errors import ConnectionLostError
 from farprop.protocol.served_calls import ServedCalls
 from farprop.runtime.answer_reader import Waiter
 from farprop.runtime.client_connection import ClientConnection
+from farprop.transport.shared_copies import SharedCopy
 from farprop.wire.message import CANCEL, REQUEST, Message, ParcelPart
+
+
+def _own(buffer: Any) -> Any:
+    """The bytes of a buffer for the receiver alone."""
+    if type(buffer) is ParcelPart:
+        return buffer
+    if type(buffer) is SharedCopy:
+        return buffer.private()
+    return memoryview(bytearray(buffer))
 
 
 class Loopback:
@@ -44,9 +55,7 @@ class Loopback:
             raise ConnectionLostError(f"The connection to {self.peer} is closed.")
         if message.buffers:
             # The sender may change its tensors, and the receiver may change what it gets.
-            message.buffers = [
-                buffer if type(buffer) is ParcelPart else memoryview(bytearray(buffer)) for buffer in message.buffers
-            ]
+            message.buffers = [_own(buffer) for buffer in message.buffers]
             message.keep = None
         message.sent = True
         if message.kind == REQUEST:

@@ -156,13 +156,10 @@ class Connection:
             return
         parts: list[Any] = [b""]
         table = []
-        total = len(message.payload)
         if len(buffers) > MAX_BUFFERS:
             raise UsageError(f"A message can hold at most {MAX_BUFFERS} large buffers; send them in parts.")
-        for buffer in buffers:
-            total += buffer.nbytes
-            if total > self._max_bytes:
-                raise self._too_large(total)
+        if (total := message.nbytes) > self._max_bytes:
+            raise self._too_large(total)
         for buffer in buffers:
             segment = None
             if type(buffer) is ParcelPart:

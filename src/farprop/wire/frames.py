@@ -14,7 +14,17 @@ from typing import Any
 import numpy
 
 from farprop.errors import ProtocolError
-from farprop.wire.message import ALL_FLAGS, BUFFER, CANCEL, HEADER, MAX_SECONDS, REQUEST, Message, check_header
+from farprop.wire.message import (
+    ALL_FLAGS,
+    BUFFER,
+    CANCEL,
+    HEADER,
+    MAX_SECONDS,
+    REQUEST,
+    Message,
+    check_header,
+    is_in_request,
+)
 
 _SMALL = 64 * 1024
 _HEADER_SIZE = HEADER.size
@@ -183,7 +193,8 @@ class FrameReader:
         for _ in range(buffer_count):
             length, segment = BUFFER.unpack_from(body, at)
             at += BUFFER.size
-            total += length
+            if not is_in_request(segment):
+                total += length
             if total > self._max_bytes or not length:
                 raise ProtocolError(
                     f"a buffer of {length} bytes is empty or larger than FARPROP_MAX_MESSAGE_BYTES={self._max_bytes}"

@@ -92,6 +92,7 @@ BUFFER = struct.Struct("<QQ")
 SHARED = 1 << 62  # several workers have this segment: who writes to it changes only what it sees itself
 _IN_PARCEL = 1 << 63
 PARCEL_NUMBERS = 1 << 30
+IN_REQUEST = 0  # the number of a parcel that is the last buffer of the request itself; others begin with 1
 PARCEL_ALIGNMENT = 64
 MAX_BUFFERS = MAX_RETURNED = 0xFFFF
 MAX_TIMEOUT = 10 * 366 * 86400.0
@@ -144,7 +145,7 @@ class ReceivedRefs(NamedTuple):
 
 
 class ParcelPart(NamedTuple):
-    """A buffer of a request whose bytes come with a parcel of the same caller."""
+    """A buffer of a request whose bytes come with a parcel of the same caller: ``IN_REQUEST``, or another one."""
 
     number: int
     offset: int
@@ -161,6 +162,11 @@ class ParcelPart(NamedTuple):
         if not segment & _IN_PARCEL:
             return None
         return cls(segment >> 32 & PARCEL_NUMBERS - 1, (segment & 0xFFFFFFFF) * PARCEL_ALIGNMENT, length)
+
+
+def is_in_request(segment: int) -> bool:
+    """Whether a row of the table of buffers is of a part of the request's last buffer, where its bytes count."""
+    return bool(segment & _IN_PARCEL) and segment >> 32 & PARCEL_NUMBERS - 1 == IN_REQUEST
 
 
 class Message:
@@ -243,8 +249,11 @@ class Message:
     def nbytes(self) -> int:
         """The bytes of the payload and the buffers."""
         size = len(self.payload)
-        if self.buffers:
-            size += sum([buffer.nbytes for buffer in self.buffers])
+        buffers = self.buffers
+        if buffers:
+            size += sum([buffer.nbytes for buffer in buffers])
+            if type(buffers[0]) is ParcelPart or type(buffers[-1]) is not memoryview:
+                size -= sum([b.nbytes for b in buffers if type(b) is ParcelPart and b.number == IN_REQUEST])
         return size
 
     @property
