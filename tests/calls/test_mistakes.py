@@ -51,8 +51,12 @@ def _wrong_args() -> None:
             rpc.stream("worker1", iter, args=wrong)  # type: ignore[call-overload]
         with pytest.raises(TypeError, match=r"args should be a tuple"):
             rpc.broadcast(["worker1"], f.identity, args=wrong)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"args should be a tuple"):
+        with pytest.raises(TypeError, match=r"^list_of_args\[1\] should be a tuple .* \(x,\) is a tuple"):
             rpc.map(["worker1"], f.identity, [(1,), wrong])  # type: ignore[list-item]
+    future = rpc.rpc_async("worker1", f.identity, args=(1,))
+    for no_futures in (future, [future, rpc.RRef(1)], {"worker1": 3}, rpc.remote("worker1", f.identity, args=(1,))):
+        with pytest.raises(TypeError, match=r"^rpc\.gather waits for futures: .*to_here\(\)"):
+            rpc.gather(no_futures)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"args should be a tuple .* a Tensor"):
         rpc.rpc_sync("worker1", f.identity, args=x, retry=rpc.Retry(2))  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"args should be a tuple .* an? int"):

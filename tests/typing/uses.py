@@ -6,7 +6,8 @@ that only mypy does; there ``reveal_type`` is of no interest. Lines without such
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar, cast
 
 import torch
@@ -287,3 +288,44 @@ def modules() -> None:
     anyone: RemoteModule = layer
     DistributedOptimizer(torch.optim.SGD, anyone.remote_parameters(), lr=0.1)
     cast(Callable[[Tensor], Tensor], layer)(x)
+
+
+async def many(names: list[str]) -> None:
+    futures = rpc.broadcast(names, two, args=(1, "a"))
+    reveal_type(futures)  #: dict[str, Future[float]]
+    reveal_type(rpc.gather(futures))  #: dict[str, float]
+    reveal_type(rpc.gather(futures, return_exceptions=True))  #: dict[str, float | Exception]
+    for future in futures.values():
+        reveal_type(await future)  #: float
+        future.cancel()
+    reveal_type(rpc.broadcast(names, coroutine, [1]))  #: dict[str, Future[str]]
+    reveal_type(rpc.broadcast(names, later, kwargs={"a": 1}))  #: dict[str, Future[str]]
+    reveal_type(rpc.broadcast(names, "name"))  #: dict[str, Future[Any]]
+    mapped = rpc.map(names, two, [(1, "a"), (2, "b")])
+    reveal_type(mapped)  #: list[Future[float]]
+    reveal_type(rpc.gather(mapped))  #: list[float]
+    reveal_type(await asyncio.gather(*mapped))  #: list[float]
+    reveal_type(rpc.gather(list(futures.values())))  #: list[float]
+    rpc.map(names, coroutine, [[1], [2]])
+    rpc.broadcast(names, two, args=(1))  #: error
+    rpc.map(names, two, [1, 2])  #: error
+    rpc.gather(rpc.remote("w", two, args=(1, "a")))  #: error
+    rpc.gather(future)  #: error
+
+
+def items(n: int) -> Iterator[int]:
+    yield n
+
+
+async def later_items(n: int) -> AsyncIterator[str]:
+    yield ""
+
+
+async def streams() -> None:
+    for item in rpc.stream("w", items, args=(1,)):
+        reveal_type(item)  #: int
+    async for text in rpc.stream("w", later_items, [1], window=4):
+        reveal_type(text)  #: str
+    reveal_type(rpc.stream("w", later_items, kwargs={"n": 1}))  #: Stream[str]
+    rpc.stream("w", two, args=(1, "a"))  #: error
+    rpc.stream("w", items, args=(1))  #: error

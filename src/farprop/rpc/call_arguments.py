@@ -32,11 +32,12 @@ Later: TypeAlias = Coroutine[Any, Any, _R] | torch.futures.Future[_R]
 Variadic: TypeAlias = Callable[[Any, Any, Any, Any, Any, Any, Any, Any, *tuple[Any, ...]], _R]
 
 
-def args_of(args: Any) -> tuple[Any, ...]:
+def args_of(args: Any, what: str = "args") -> tuple[Any, ...]:
     """Check the positional arguments that a program gave.
 
     Args:
         args: A tuple, a list, or None.
+        what: How the error should call it.
 
     Returns:
         A tuple.
@@ -48,9 +49,10 @@ def args_of(args: Any) -> tuple[Any, ...]:
         return ()
     if isinstance(args, tuple | list):
         return tuple(args)
+    prefix = "args=" if what == "args" else ""
     raise TypeError(
-        f"args should be a tuple of the function's arguments, but is a {type(args).__name__}. To pass it as the only "
-        "argument, write a comma: args=(x,) is a tuple, and args=(x) is x itself."
+        f"{what} should be a tuple of the function's arguments, but is a {type(args).__name__}. To pass it as the only "
+        f"argument, write a comma: {prefix}(x,) is a tuple, and {prefix}(x) is x itself."
     )
 
 

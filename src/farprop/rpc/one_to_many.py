@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
@@ -11,7 +11,7 @@ from farprop._torch import profiler_enabled
 from farprop.errors import GatherError, UsageError
 from farprop.ids import WorkerInfo
 from farprop.rpc import api
-from farprop.rpc.call_arguments import args_of, kwargs_of
+from farprop.rpc.call_arguments import Args, Kwargs, Later, args_of, kwargs_of
 from farprop.rpc.constants import UNSET_RPC_TIMEOUT
 from farprop.rpc.internal import _internal_rpc_pickler
 from farprop.rpc.options import checked_timeout
@@ -19,20 +19,51 @@ from farprop.runtime import profiling
 from farprop.runtime.agent_registry import current_agent
 from farprop.runtime.dynamo_disable import uncompiled
 from farprop.runtime.futures import Future
+from farprop.runtime.thread_pool import check_may_block
 
 _K = TypeVar("_K")
+_R = TypeVar("_R")
 Worker = str | int | WorkerInfo
-AnyFuture = torch.futures.Future[Any]
+
+
+@overload
+def broadcast(
+    workers: Iterable[Worker],
+    func: str,
+    args: Args | None = None,
+    kwargs: Kwargs | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> dict[str, Future[Any]]: ...
+
+
+@overload
+def broadcast(
+    workers: Iterable[Worker],
+    func: Callable[..., Later[_R]],
+    args: Args | None = None,
+    kwargs: Kwargs | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> dict[str, Future[_R]]: ...
+
+
+@overload
+def broadcast(
+    workers: Iterable[Worker],
+    func: Callable[..., _R],
+    args: Args | None = None,
+    kwargs: Kwargs | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> dict[str, Future[_R]]: ...
 
 
 @uncompiled
 def broadcast(
     workers: Iterable[Worker],
     func: Callable[..., Any] | str,
-    args: tuple[Any, ...] | None = None,
-    kwargs: dict[str, Any] | None = None,
+    args: Args | None = None,
+    kwargs: Kwargs | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
-) -> dict[str, AnyFuture]:
+) -> dict[str, Future[Any]]:
     """Run ``func(*args, **kwargs)`` on each of several workers, and return their futures at once.
 
     The arguments are encoded once. Large ones cross each link between hosts once, and the workers of a host share one
@@ -62,14 +93,44 @@ def broadcast(
     return {target.name: future for target, future in zip(targets, futures, strict=True)}
 
 
+@overload
+def map(
+    workers: Iterable[Worker],
+    func: str,
+    list_of_args: Iterable[Args],
+    kwargs: Kwargs | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> list[Future[Any]]: ...
+
+
+@overload
+def map(
+    workers: Iterable[Worker],
+    func: Callable[..., Later[_R]],
+    list_of_args: Iterable[Args],
+    kwargs: Kwargs | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> list[Future[_R]]: ...
+
+
+@overload
+def map(
+    workers: Iterable[Worker],
+    func: Callable[..., _R],
+    list_of_args: Iterable[Args],
+    kwargs: Kwargs | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> list[Future[_R]]: ...
+
+
 @uncompiled
 def map(
     workers: Iterable[Worker],
     func: Callable[..., Any] | str,
-    list_of_args: Iterable[tuple[Any, ...]],
-    kwargs: dict[str, Any] | None = None,
+    list_of_args: Iterable[Args],
+    kwargs: Kwargs | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
-) -> list[AnyFuture]:
+) -> list[Future[Any]]:
     """Run ``func`` on several workers, with other arguments on each, and return the futures at once.
 
     The first arguments go to the first worker, the second to the second, and so on; if there are more than workers, the
@@ -96,18 +157,28 @@ def map(
     """
     targets = _targets(workers)
     common = kwargs_of(kwargs)
-    pairs = [(args_of(args), common) for args in list_of_args]
+    pairs = [(args_of(args, f"list_of_args[{index}]"), common) for index, args in enumerate(list_of_args)]
     if pairs and not targets:
         raise UsageError(f"rpc.map has the arguments of {len(pairs)} calls, and no workers to make them on.")
     return list(_call([targets[index % len(targets)] for index in range(len(pairs))], func, pairs, timeout))
 
 
 @overload
-def gather(futures: dict[_K, AnyFuture], return_exceptions: bool = False) -> dict[_K, Any]: ...
+def gather(
+    futures: Mapping[_K, torch.futures.Future[_R]], return_exceptions: Literal[False] = False
+) -> dict[_K, _R]: ...
 
 
 @overload
-def gather(futures: Sequence[AnyFuture], return_exceptions: bool = False) -> list[Any]: ...
+def gather(futures: Mapping[_K, torch.futures.Future[_R]], return_exceptions: bool) -> dict[_K, _R | Exception]: ...
+
+
+@overload
+def gather(futures: Sequence[torch.futures.Future[_R]], return_exceptions: Literal[False] = False) -> list[_R]: ...
+
+
+@overload
+def gather(futures: Sequence[torch.futures.Future[_R]], return_exceptions: bool) -> list[_R | Exception]: ...
 
 
 @uncompiled
@@ -125,16 +196,26 @@ def gather(futures: Any, return_exceptions: bool = False) -> Any:
     Raises:
         GatherError: Calls failed. It is an ``ExceptionGroup`` of their errors, and has those errors and the results of
             the others, each by worker or place in the list.
+        TypeError: Something in ``futures`` is no future.
+        UsageError: This would block the other coroutines that were called on this worker: await the futures there.
 
     Example:
         ``results = rpc.gather(rpc.broadcast(rpc.workers(), torch.initial_seed))``
     """
     keys: Sequence[Any]
-    if isinstance(futures, dict):
+    if isinstance(futures, Mapping):
         keys, waited = list(futures), list(futures.values())
     else:
-        waited = list(futures)
+        waited = list(futures) if isinstance(futures, Iterable) else [futures]
         keys = range(len(waited))
+    for future in waited:
+        if future is futures or not (hasattr(future, "wait") and hasattr(future, "done")):
+            raise TypeError(
+                "rpc.gather waits for futures: the dict of rpc.broadcast, the list of rpc.map, or a list of futures, "
+                f"and not {future!r}. Wait for one future with future.wait(), for a reference with rref.to_here()."
+            )
+    if not all(future.done() for future in waited):
+        check_may_block("rpc.gather", "`await asyncio.gather(*futures)`, of a dict `futures.values()`")
     results: dict[Any, Any] = {}
     errors: dict[Any, Exception] = {}
     for key, future in zip(keys, waited, strict=True):
@@ -145,7 +226,7 @@ def gather(futures: Any, return_exceptions: bool = False) -> Any:
     if errors and not return_exceptions:
         raise GatherError.of(errors, results)
     outcomes = {key: errors[key] if key in errors else results[key] for key in keys}
-    return outcomes if isinstance(futures, dict) else list(outcomes.values())
+    return outcomes if isinstance(futures, Mapping) else list(outcomes.values())
 
 
 def _targets(workers: Iterable[Worker]) -> list[WorkerInfo]:
@@ -169,7 +250,7 @@ def _call(
     func: Callable[..., Any] | str,
     pairs: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
     timeout: float,
-) -> Sequence[AnyFuture]:
+) -> Sequence[Future[Any]]:
     if not callable(func):
         api._check_name(func)
     seconds = current_agent().rpc_timeout if timeout == UNSET_RPC_TIMEOUT else checked_timeout(timeout)

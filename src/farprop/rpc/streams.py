@@ -10,7 +10,7 @@ from farprop.errors import UsageError
 from farprop.ids import WorkerInfo
 from farprop.protocol.streams import MAX_WINDOW
 from farprop.rpc import api
-from farprop.rpc.call_arguments import args_of, kwargs_of
+from farprop.rpc.call_arguments import Args, Kwargs, args_of, kwargs_of
 from farprop.rpc.constants import UNSET_RPC_TIMEOUT
 from farprop.rpc.options import checked_timeout
 from farprop.runtime.agent_registry import current_agent
@@ -94,8 +94,8 @@ class Stream(Generic[_T_co]):
 def stream(
     to: str | int | WorkerInfo,
     func: Callable[..., Iterator[_T] | AsyncIterator[_T]],
-    args: tuple[Any, ...] | None = None,
-    kwargs: dict[str, Any] | None = None,
+    args: Args | None = None,
+    kwargs: Kwargs | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
     *,
     window: int = DEFAULT_WINDOW,
@@ -106,8 +106,8 @@ def stream(
 def stream(
     to: str | int | WorkerInfo,
     func: str,
-    args: tuple[Any, ...] | None = None,
-    kwargs: dict[str, Any] | None = None,
+    args: Args | None = None,
+    kwargs: Kwargs | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
     *,
     window: int = DEFAULT_WINDOW,
@@ -118,8 +118,8 @@ def stream(
 def stream(
     to: str | int | WorkerInfo,
     func: Callable[..., Any] | str,
-    args: tuple[Any, ...] | None = None,
-    kwargs: dict[str, Any] | None = None,
+    args: Args | None = None,
+    kwargs: Kwargs | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
     *,
     window: int = DEFAULT_WINDOW,

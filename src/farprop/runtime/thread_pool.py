@@ -492,12 +492,12 @@ def pool_of_this_thread() -> ThreadPool | None:
     return getattr(this_thread, "pool", None)
 
 
-def check_may_block(use: str) -> None:
+def check_may_block(use: str, instead: str = "`await rpc.rpc_async(...)`, `await future`, `await rref`") -> None:
     """Raise ``UsageError`` in a coroutine that was called on this worker: all of them share one thread."""
     worker = getattr(this_thread, "runs_coroutines_of", None)
     if worker is not None:
         raise UsageError(
             f"{use} would block all coroutines of {worker}: the async def functions that are called on a worker share "
-            "one thread. Use await: `await rpc.rpc_async(...)`, `await future`, `await rref`. What has no form to "
-            "await runs in a thread: `await asyncio.to_thread(function, ...)`."
+            f"one thread. Use await: {instead}. What has no form to await runs in a thread: "
+            "`await asyncio.to_thread(function, ...)`."
         )
