@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -43,6 +43,10 @@ async def _all_ways() -> None:
         await rpc.rpc_async("worker1", f.raise_value_error, args=("wrong",))
     assert "Raised on worker1" in raised.value.__notes__[0]
     assert await rpc.rpc_async("worker0", f.add, args=(1,)) == 2  # to itself
+    with pytest.raises(TypeError, match=r"asyncio\.wait takes tasks, and not <Future of .*ensure_future"):
+        await asyncio.wait([call(6)])  # type: ignore[type-var]
+    done_tasks, _ = await asyncio.wait([asyncio.ensure_future(call(7))])
+    assert done_tasks.pop().result() == 8
 
 
 async def _references() -> None:
@@ -198,14 +202,25 @@ async def _blocking(how: str) -> Any:
         return rpc.remote("worker0", f.noop).to_here()
     if how == "local_value":
         return rpc.remote("worker1", f.wait_for_gate).local_value()
+    if how == "rpc.gather":
+        return rpc.gather(rpc.broadcast(["worker0"], f.wait_for_gate))
+    if how == "for":
+        return next(rpc.stream("worker0", _numbers))
+    if how == "wait_for_workers":
+        return rpc.wait_for_workers(3, timeout=60)
     if how == "backward":
         async with dist_autograd.context() as context_id:
             return dist_autograd.backward(context_id, [torch.ones(1, requires_grad=True).sum()])
     return await asyncio.to_thread(rpc.rpc_sync, "worker0", f.add, (1,))
 
 
+def _numbers() -> Iterator[int]:
+    f.gate.wait()
+    yield 1
+
+
 def _block_in_coroutines() -> int:
-    for how in ("rpc_sync", "wait", "to_here", "local_value", "backward"):
+    for how in ("rpc_sync", "wait", "to_here", "local_value", "backward", "rpc.gather", "for", "wait_for_workers"):
         with pytest.raises(UsageError, match=r"would block all coroutines of worker1.*await"):
             rpc.rpc_sync("worker1", _blocking, args=(how,))
     rpc.rpc_sync("worker1", f.open_gate)

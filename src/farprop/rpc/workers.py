@@ -11,6 +11,7 @@ from farprop.ids import WorkerInfo
 from farprop.rpc.constants import UNSET_RPC_TIMEOUT
 from farprop.rpc.options import checked_timeout
 from farprop.runtime.agent_registry import current_agent
+from farprop.runtime.thread_pool import check_may_block
 from farprop.runtime.watch import CallbackHandle
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
@@ -63,6 +64,7 @@ def wait_for_workers(wanted: int | Iterable[str], timeout: float = UNSET_RPC_TIM
             missing = _missing(present, wanted)
             if not missing:
                 return present
+            check_may_block("wait_for_workers")
             if deadline is not None and time.monotonic() >= deadline:
                 raise RpcTimeoutError(f"{missing} within {seconds:g} s. Pass a larger timeout, or 0 to disable it.")
             time.sleep(pause)

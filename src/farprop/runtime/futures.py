@@ -150,6 +150,12 @@ class Future(torch.futures.Future[_T]):
         return super().then(callback if context is None else partial(_run_in, context, callback))
 
     def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
+        if getattr(callback, "__module__", None) == "asyncio.tasks":
+            # That of ``asyncio.wait``. It has to run in the loop's thread; in another one the loop is not woken.
+            raise TypeError(
+                f"asyncio.wait takes tasks, and not {self}. Make one of each future: asyncio.ensure_future(future). "
+                "asyncio.gather, as_completed and wait_for take futures as they are."
+            )
         self._has_callbacks = True
         super().add_done_callback(callback)
 

@@ -36,6 +36,7 @@ from farprop.runtime.futures import Future, wait_until
 from farprop.runtime.loop_inbox import running_inbox
 from farprop.runtime.peers import Peers
 from farprop.runtime.services import WorkerServices
+from farprop.runtime.thread_pool import check_may_block
 from farprop.wire.function_names import shown_name
 from farprop.wire.message import SYSTEM, Method
 
@@ -200,6 +201,8 @@ class StreamCall:
         deadline = None if self._timeout is None else time.monotonic() + self._timeout
         while not self._items:
             future = self._next_answer(may_wait=True)
+            if not future.done():
+                check_may_block("`for` over a stream", "`async for`")
             if not wait_until(future, deadline):
                 raise self._timeout_error()
             self._accept(future)
