@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,19 @@ class Batch:
 
 def batches() -> list[Any]:
     return [1, Batch([])]
+
+
+def stream_of_batches() -> Iterator[Any]:
+    yield 1
+    yield batches()
+
+
+async def async_stream_of_batches() -> AsyncIterator[Any]:
+    for item in stream_of_batches():
+        yield item
+
+
+async def coroutine_function() -> None: ...
 
 
 class Slotted:
@@ -93,9 +107,33 @@ def _unsendable_arguments() -> None:
                 call("worker1", f.identity, args, kwargs)
     with pytest.raises(TypeError, match=r"^func \(its variable lock\) \(a _thread\.lock\) can't be sent to worker1"):
         rpc.rpc_sync("worker1", lambda: lock)
+    for args, kwargs, path in (
+        ((sent, {"lock": lock}), {}, r"args\[1\]\['lock'\]"),
+        ((), {"value": [lock]}, r"kwargs\['value'\]\[0\]"),
+    ):
+        with pytest.raises(TypeError, match=rf"^{path} \(a _thread\.lock\) can't be sent to worker1"):
+            rpc.stream("worker1", iter, args, kwargs)
+        with pytest.raises(TypeError, match=rf"^{path} \(a _thread\.lock\) can't be sent to worker1"):
+            RemoteModule("worker1", nn.Linear, args, kwargs)
+        with pytest.raises(TypeError, match=rf"^{path} \(a _thread\.lock\) can't be sent to other workers"):
+            rpc.broadcast(["worker1", "worker0"], f.identity, args, kwargs)
+    with pytest.raises(TypeError, match=r"^func \(its variable lock\) \(a _thread\.lock\) can't be sent to worker1"):
+        rpc.stream("worker1", lambda: iter([lock]))
     rref = rpc.remote("worker1", f.identity, args=([],))
     with pytest.raises(TypeError, match=r"^args\[0\]\[1\] \(a _thread\.lock\)"):
         rref.rpc_sync().append([1, lock])
+    with pytest.raises(
+        TypeError, match=r"^args\[0\] \(a generator\) can't be sent .* list of its items, or .* rpc\.stream"
+    ):
+        rpc.rpc_sync("worker1", f.identity, args=(stream_of_batches(),))
+    coroutine = coroutine_function()
+    with pytest.raises(TypeError, match=r"^args\[0\] \(a coroutine\) can't be sent .* Await it"):
+        rpc.rpc_sync("worker1", f.identity, args=(coroutine,))
+    coroutine.close()
+    with pytest.raises(RuntimeError, match="Can not pickle") as caught_future:
+        rpc.rpc_sync("worker1", f.identity, args=([rpc.rpc_async("worker1", f.noop)],))
+    assert "Args[0][0] (a " in caught_future.value.__notes__[0]
+    assert "future.wait()" in caught_future.value.__notes__[0]
     # What is wrong is said by its own exception, and where by a note.
     with pytest.raises(ZeroDivisionError) as caught:
         rpc.rpc_sync("worker1", f.identity, args=([1, Refuses()],))
@@ -115,6 +153,16 @@ def _unsendable_results() -> None:
     assert "worker1 could not encode" in "".join(caught.value.__notes__)
     with pytest.raises(TypeError, match=r"^result\[1\]\.lock"):
         rpc.remote("worker1", batches).to_here()
+    for generator in (stream_of_batches, async_stream_of_batches):
+        with pytest.raises(TypeError, match=r"^result \(an? \w*generator\) can't be sent to worker0: .* rpc\.stream"):
+            rpc.rpc_sync("worker1", generator)
+        items = rpc.stream("worker1", generator)
+        assert next(items) == 1
+        with pytest.raises(
+            TypeError, match=r"^item\[1\]\.lock \(a _thread\.lock\) can't be sent to worker0: cannot"
+        ) as caught:
+            next(items)
+        assert "worker1 could not encode an item" in "".join(caught.value.__notes__)
 
 
 def test_mistakes_are_explained(env: dict[str, str]) -> None:

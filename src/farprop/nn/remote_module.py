@@ -428,6 +428,12 @@ def _create_module_with_interface(
     return RRef(_create_compiled_module(module_cls, args, kwargs, device, module_interface_cls), module_interface_cls)
 
 
+# For errors: how the program knows the arguments of these functions.
+_creates: Any
+for _creates in (_create_module, _create_compiled_module, _create_module_with_interface):
+    _creates.argument_names = ("module_cls", "args", "kwargs", "device", "interface")
+
+
 def _instantiate_template(module_interface_cls: Any, enable_moving_cpu_tensors_to_cuda: bool) -> None:
     """Generate the methods of RemoteModules with this interface. They move tensors if necessary."""
     methods_of(module_interface_cls)

@@ -231,7 +231,7 @@ class Agent:
             },
             self.parameter_guard,
         )
-        self.served_streams.bind(self._server.uncork, self._server.encode_now)
+        self.served_streams.bind(self._server.uncork, self._server.encode_item)
         self.recordings.look_for_calls = lambda: OpenCalls(self.peers, self._threads, self._server)
         self.snapshots.bind(self._server, self._accepted, self._pool, lambda: self.idle)
         self._observers = Observers(

@@ -380,9 +380,14 @@ class Calls:
         place: Place | None = None,
     ) -> None:
         """Say in an error which argument can't be sent."""
-        # Functions of farprop's own that pass the program's arguments on have some in front of them.
+        # Functions of farprop's own that pass the program's arguments on have some in front of them, or names for them.
         own = getattr(function, "own_arguments", 0)
+        names = getattr(function, "argument_names", ())
+        if function is Method.STREAM_OPEN:
+            own, function = 3, args[2]
         parts = {f"args[{index - own}]": argument for index, argument in enumerate(args) if index >= own}
+        if names:
+            parts = dict(zip(names, args, strict=False))
         parts |= {f"kwargs[{name!r}]": argument for name, argument in kwargs.items()}
         if self._name_of(function) is None:
             parts["func"] = function

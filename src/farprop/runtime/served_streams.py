@@ -253,7 +253,7 @@ class _ServedStream:
             item = _small_copy(outcome)
             try:
                 if item is _LARGE:
-                    item = self._encode(self._served, (False, outcome))
+                    item = self._encode(self._served, outcome)
             except BaseException as raised:
                 raised.add_note(f"{self._own.name} could not encode an item, a {type(outcome).__name__}.")
                 error = raised

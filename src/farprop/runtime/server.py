@@ -579,19 +579,24 @@ class Server:
         except BaseException as error:
             error.add_note(f"{self._worker} could not encode the function's result, a {type(value).__name__}.")
             if isinstance(error, Exception):
-                self._explain(error, reply.connection.peer, value)
+                self._explain(error, reply.connection.peer, "result", value)
             self._fail(reply, error)
             return
         del value
         message.kind = ANSWER
         self._send(reply, message)
 
-    def encode_now(self, reply: PendingReply, value: Any) -> Message:
-        """Encode a value for the caller of a request, to be sent later: what becomes of the value then is not seen."""
+    def encode_item(self, reply: PendingReply, item: Any) -> Message:
+        """Encode an item of a stream for its caller, to be sent later: what becomes of the item then is not seen."""
+        value = (False, item)  # it is not the end
         try:
-            message = self._encode_value(value) if reply.context is None else self._encode(reply, value)
-        except DeviceMapRequired:
-            message = self._encode(reply, value, placed=True)
+            try:
+                message = self._encode_value(value) if reply.context is None else self._encode(reply, value)
+            except DeviceMapRequired:
+                message = self._encode(reply, value, placed=True)
+        except Exception as error:
+            self._explain(error, reply.connection.peer, "item", item)
+            raise
         message.buffers = [memoryview(bytearray(buffer)) for buffer in message.buffers]
         message.keep = None
         return message
@@ -619,8 +624,8 @@ class Server:
             message.trace = profiling.pack_record(reply.record())
         return message
 
-    def _explain(self, error: Exception, caller: str, value: Any) -> None:
-        """Say in an error which part of a result can't be sent."""
+    def _explain(self, error: Exception, caller: str, name: str, value: Any) -> None:
+        """Say in an error which part of a result can't be sent. ``name``: how the error should call the result."""
 
         def encode(part: Any) -> Message:
             try:
@@ -628,7 +633,7 @@ class Server:
             except DeviceMapRequired:
                 return self._dialect.encode_value(part, None, self._devices.back_to(caller))
 
-        unsendable.explain(error, {"result": value}, encode, caller)
+        unsendable.explain(error, {name: value}, encode, caller)
 
     def _reject(self, reply: PendingReply, error: BaseException) -> None:
         """Answer a request that was not run."""

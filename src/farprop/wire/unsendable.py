@@ -7,7 +7,15 @@ only after an error, and given up after many parts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import (
+    AsyncGeneratorType,
+    BuiltinFunctionType,
+    CoroutineType,
+    FunctionType,
+    GeneratorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
@@ -15,6 +23,17 @@ import torch
 _MOST = 10_000  # parts that are tried
 _WHOLE = (torch.Tensor, type, ModuleType, BuiltinFunctionType, str, bytes, int, float)  # have no parts
 Encode = Callable[[Any], object]
+
+_LEAVE_OUT = (
+    "Leave it out, keep it on its worker and send an RRef to it, or give its class a __reduce__ method that says how "
+    "to make it anew."
+)
+_ITERATE = (
+    "A generator stays on its worker: send a list of its items, or call its function with rpc.stream, which brings "
+    "them as they are made."
+)
+_ADVICE = {GeneratorType: _ITERATE, AsyncGeneratorType: _ITERATE, CoroutineType: "Await it, and send its result."}
+_WAIT = "Send what it holds: future.wait(), or await it."
 
 
 def explain(error: Exception, value: Mapping[str, Any], encode: Encode, to: str) -> None:
@@ -34,13 +53,11 @@ def explain(error: Exception, value: Mapping[str, Any], encode: Encode, to: str)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     text = f"{path} (a {name}) can't be sent to {to}"
     if isinstance(error, TypeError) and len(error.args) == 1 and type(error.args[0]) is str:
-        advice = "" if type(error) is not TypeError else (
-            " Leave it out, keep it on its worker and send an RRef to it, or give its class a __reduce__ method that "
-            "says how to make it anew."
-        )  # fmt: skip
+        advice = "" if type(error) is not TypeError else f" {_ADVICE.get(kind, _LEAVE_OUT)}"
         error.args = (f"{text}: {error}{'' if str(error).endswith('.') else '.'}{advice}",)
     else:
-        error.add_note(f"{text[0].upper()}{text[1:]}.")
+        advice = f" {_WAIT}" if isinstance(part, torch.futures.Future) else ""
+        error.add_note(f"{text[0].upper()}{text[1:]}.{advice}")
 
 
 class _Search:
