@@ -52,6 +52,7 @@ def _caught() -> None:
         y.sum().backward()
     assert len(seen) == 1
     assert "farprop.autograd.context()" in str(seen[0].message)
+    assert seen[0].filename == __file__  # where the program called backward, not a file of torch's
     assert y.grad is not None
     assert a.grad is None
     # Once for each function; a warning is an error in these tests.
@@ -64,6 +65,9 @@ def _caught() -> None:
     layer = RemoteModule("worker1", nn.Linear, args=(2, 2))
     with pytest.warns(LostGradientWarning, match="RemoteModule"):
         layer(torch.ones(1, 2)).sum().backward()
+    reference = rpc.remote("worker1", nn.Linear, args=(2, 2))
+    with pytest.warns(LostGradientWarning, match="ends at the result of forward, which worker1"):
+        reference.rpc_async().forward(torch.ones(1, 2)).wait().sum().backward()
 
 
 def test_a_pass_through_a_call_without_a_context_warns(workers: Cluster) -> None:

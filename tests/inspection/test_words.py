@@ -11,7 +11,7 @@ import torch
 
 import farprop.autograd as dist_autograd
 import farprop.rpc as rpc
-from farprop.errors import ConnectionLostError, FarpropError, RpcTimeoutError
+from farprop.errors import CallCancelledError, ConnectionLostError, FarpropError, RpcTimeoutError
 from tests.inspection import functions as f
 from tests.support.workers import cluster
 
@@ -161,6 +161,40 @@ def test_names_of_functions_without_a_name_and_of_futures() -> None:
         assert re.fullmatch(start + r"pending, [\d.]+ s old>", pending)
         assert re.fullmatch(start + r"done, [\d.]+ s old>", done)
         assert empty == "<Future: pending>"
+
+
+def _errors_of_methods() -> list[str]:
+    """What a program sees of calls of methods of a reference's value."""
+    rref = rpc.remote("worker1", Waiting)
+    rref.to_here()
+    with pytest.raises(RpcTimeoutError) as raised:
+        rref.rpc_sync(timeout=0.3).wait()
+    future = rref.rpc_async().wait()
+    texts = [str(raised.value), *raised.value.__notes__[:1], str(raised.value.function), repr(future)]
+    future.cancel()
+    with pytest.raises(CallCancelledError) as cancelled:
+        future.wait()
+    with pytest.raises(AttributeError):
+        rref.rpc_sync().nothing()
+    rpc.rpc_sync("worker1", f.release)
+    return [*texts, str(cancelled.value)]
+
+
+class Waiting:
+    def wait(self) -> None:
+        f.wait_here()
+
+
+def test_calls_of_methods_are_shown_by_the_method() -> None:
+    with cluster(2) as job:
+        job.run(1, _record)
+        timeout, note, function, shown, cancelled = job.run(0, _errors_of_methods)
+        assert "from worker1 to wait. It is still running there" in timeout
+        assert "worker1.wait " in note
+        assert function == "wait"
+        assert shown.startswith("<Future of wait on worker1: pending")
+        assert cancelled.startswith("The call of wait on worker1 was cancelled")
+        assert any("worker1 (rank 1): nothing, called by worker0, raised" in line for line in job.run(1, _lines))
 
 
 def _shut_down() -> None:

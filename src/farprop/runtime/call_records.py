@@ -22,7 +22,7 @@ RPC_SYNC, RPC_ASYNC, REMOTE_CALL = "rpc_sync", "rpc_async", "remote"
 _now = time.monotonic
 _native_id = threading.get_native_id
 # Functions that call a method of a referenced value, and which of their arguments is its name: that is what is told.
-_METHOD_AT = {b"farprop.rpc.rref_proxy:invoke_on_owner": 3, b"farprop.rpc.rref_proxy:invoke_here": 1}
+METHOD_AT = {b"farprop.rpc.rref_proxy:invoke_on_owner": 3, b"farprop.rpc.rref_proxy:invoke_here": 1}
 _LONGEST_METHOD = 200
 _BARRIERS = b"farprop.rpc.api:_"  # the functions that all-gathers call
 
@@ -33,11 +33,24 @@ def is_system(name: bytes, flags: int) -> bool:
 
 
 def _method_of(name: bytes, args: Sequence[Any]) -> str | None:
-    """The method that a call of this function calls in turn, if it is one of ``_METHOD_AT``."""
-    at = _METHOD_AT.get(name)
+    """The method that a call of this function calls in turn, if it is one of ``METHOD_AT``."""
+    at = METHOD_AT.get(name)
     if at is None or at >= len(args) or not isinstance(args[at], str):
         return None
     return str(args[at][:_LONGEST_METHOD])
+
+
+def name_of_method(name: bytes, args: Sequence[Any]) -> bytes:
+    """How errors, logs and inspection name a call of one of ``METHOD_AT``: by the method, or if it has no name that a
+    method can have, which is the caller's fault, by the function.
+    """
+    method = _method_of(name, args)
+    return name if method is None or not method.isidentifier() else b":" + method.encode()
+
+
+def called_name(message: Message) -> bytes:
+    """How errors, logs and inspection name what a request calls."""
+    return getattr(message, "function_name", b"") or message.name
 
 
 def _end_span(span: CallSpan, caller: str, callee: str, number: int, outcome: str) -> None:
@@ -97,7 +110,7 @@ class CallRecord:
         self._kind = kind
         self._began = began
         self._name = message.name or getattr(message, "function_name", b"")
-        self._method = _method_of(self._name, args) if self._name in _METHOD_AT else None
+        self._method = _method_of(self._name, args) if self._name in METHOD_AT else None
         self._flags = message.flags
         self._context = None if message.autograd is None else message.autograd.context_id
         self._sent_bytes = message.nbytes
@@ -250,7 +263,7 @@ class ServedRecord:
         """The function runs now."""
         if not self._name:
             self._function = shown_name(b"", function)
-        elif self._name in _METHOD_AT:
+        elif self._name in METHOD_AT:
             self._function = _method_of(self._name, args) or ""
         self.decoded = _now()
         tracer = recorder.tracer

@@ -28,7 +28,15 @@ from farprop.runtime.autograd.context_cleanup import EndedContexts
 from farprop.runtime.autograd.contexts import Context, current_context
 from farprop.runtime.autograd.lost_gradients import receive_cut
 from farprop.runtime.call_modes import modes_here
-from farprop.runtime.call_records import REMOTE_CALL, RPC_ASYNC, RPC_SYNC, CallRecord
+from farprop.runtime.call_records import (
+    METHOD_AT,
+    REMOTE_CALL,
+    RPC_ASYNC,
+    RPC_SYNC,
+    CallRecord,
+    called_name,
+    name_of_method,
+)
 from farprop.runtime.checkpoint_regions import Outcome, region_here
 from farprop.runtime.client_connection import ClientConnection
 from farprop.runtime.device_maps import DeviceMaps, careful_call
@@ -114,7 +122,7 @@ class Calls:
             if record is not None:
                 record.end(error)
             if isinstance(error, FarpropError):
-                name = message.name or message.function_name
+                name = called_name(message)
                 self._describe(error, connection.peer, name, message.flags, message.call_id, timeout)
             raise
         if context is not None and message.autograd is not None and message.autograd.ended:
@@ -361,6 +369,8 @@ class Calls:
             raise
         if name is not None:
             message.name = name
+            if name in METHOD_AT:
+                message.function_name = name_of_method(name, args)
         else:
             message.function_name = b":" + shown_name(b"", function).encode()
         message.flags |= flags

@@ -17,6 +17,7 @@ from typing import Any, cast
 from farprop.config import Settings
 from farprop.errors import CallCancelledError, ConnectionLostError, not_run
 from farprop.runtime.answer_reader import AnswerReader, Waiter
+from farprop.runtime.call_records import METHOD_AT, called_name
 from farprop.runtime.event_loop import HANGUP
 from farprop.runtime.first_failure import explained
 from farprop.runtime.future_call import AwaitedCall, FutureCall, cancelled_error, finish_with, timeout_error
@@ -235,7 +236,9 @@ class ClientConnection(AnswerReader):
         me = _get_ident()
         serves = self._threads.serving.get(me) or coroutine_of.get()
         parent = None if serves is None else (serves.connection.peer, serves.call_id)
-        name = message.name or getattr(message, "function_name", b"")
+        name = message.name
+        if not name or name in METHOD_AT:
+            name = called_name(message)
         call.origin = name, message.flags, message.autograd, began, me, parent
         call.record = message.record
         try:

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 from farprop.protocol.events import UNFINISHED, WAIT, ClientCall, Event, ServedCall, Span
 from farprop.runtime.answer_reader import Waiter
-from farprop.runtime.call_records import REMOTE_CALL, RPC_ASYNC, RPC_SYNC, CallRecord, ServedRecord, is_system
+from farprop.runtime.call_records import (
+    REMOTE_CALL,
+    RPC_ASYNC,
+    RPC_SYNC,
+    CallRecord,
+    ServedRecord,
+    called_name,
+    is_system,
+)
 from farprop.runtime.future_call import AwaitedCall, FutureCall
 from farprop.runtime.futures import Future
 from farprop.runtime.peers import Peers
@@ -130,7 +138,7 @@ class OpenCalls:
         if isinstance(call, Waiter):
             if call.message is None:
                 return None
-            name = call.message.name or getattr(call.message, "function_name", b"")
+            name = called_name(call.message)
             flags, head, began, thread = call.message.flags, call.message.autograd, call.began, call.thread
             sent_bytes = call.message.nbytes
             kind = RPC_SYNC

@@ -44,7 +44,7 @@ from farprop.runtime.autograd import anomaly
 from farprop.runtime.autograd.contexts import Context, ContextContainer, current_context
 from farprop.runtime.autograd.lost_gradients import receive_cut
 from farprop.runtime.call_modes import CallModes
-from farprop.runtime.call_records import ServedRecord
+from farprop.runtime.call_records import METHOD_AT, ServedRecord, name_of_method
 from farprop.runtime.device_maps import DeviceMaps, careful_value
 from farprop.runtime.event_loop import HANGUP, IN, OUT
 from farprop.runtime.parameter_guard import ParameterGuard
@@ -434,12 +434,13 @@ class Server:
             del args, kwargs
             self._reject(reply, _cancelled())
             return
+        called = name_of_method(name, args) if name in METHOD_AT else name
         # With them the arguments' buffers, as soon as the function lets go of them; and an error's traceback would keep
         # the value that this call makes. Whoever called this has the message, too.
         message.received_refs = None
         del message
         outer = None if reply.context is None else current_context.set(reply.context)
-        reply.run = name, function, started, seconds, counted_from
+        reply.run = called, function, started, seconds, counted_from
         if self._guard.is_used and reply.context is not None:
             run = partial(self._guard.run, reply.context, run)
         me = _get_ident()
@@ -463,7 +464,7 @@ class Server:
                 error = operator_error(function, args, kwargs) or error
             # The caller gets it, and decides what it means. So here it is a line, and the traceback is for who debugs.
             exc_info = error if _log.isEnabledFor(logging.DEBUG) else None
-            shown = shown_name(name, function)
+            shown = shown_name(called, function).removeprefix(":")
             _log.warning(
                 "%s: %s, called by %s, raised %r", self._label, shown, connection.peer, error, exc_info=exc_info
             )

@@ -43,7 +43,7 @@ from farprop.runtime.accepted_connections import AcceptedConnections
 from farprop.runtime.answer_reader import Waiter
 from farprop.runtime.autograd.driver import BackwardDriver
 from farprop.runtime.autograd.graph import reach_from
-from farprop.runtime.call_records import is_system
+from farprop.runtime.call_records import called_name, is_system
 from farprop.runtime.future_call import FutureCall
 from farprop.runtime.futures import Future
 from farprop.runtime.membership import Membership
@@ -210,7 +210,7 @@ class Snapshots:
             message = call.message
             if message is None:
                 return None
-            name = message.name or getattr(message, "function_name", b"")
+            name = called_name(message)
             serves = self._pool.serving.get(call.thread)
             parent = None if serves is None else self._id_of(serves)
             flags, head, began, thread = message.flags, message.autograd, call.began, call.thread

@@ -6,9 +6,12 @@ Its tensors get a hook that warns when a pass reaches one of them, once for each
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +21,7 @@ from farprop.wire.codec import decode_with
 
 _R = TypeVar("_R")
 _PROXIES = "farprop.rpc.rref_proxy:"
+_LIBRARIES = tuple(f"{place}{os.sep}" for place in (Path(__file__).parents[2], Path(torch.__file__).parent))
 _warned: set[str] = set()  # functions
 
 
@@ -37,7 +41,7 @@ def receive_cut(
     Returns:
         The decoder's result.
     """
-    if function.startswith(_PROXIES):
+    if function.startswith(_PROXIES) or function == "__call__":
         function = "a method of a reference's value (called with rref.rpc_sync() or a RemoteModule)"
     tensors: list[torch.Tensor] = []
     value = decode_with(refs, tensors, decoder, *args)
@@ -59,5 +63,15 @@ def _on_gradient(what: str, function: str, worker: str, leaf: torch.Tensor) -> N
         "farprop.autograd.context() as context_id:`, and run farprop.autograd.backward(context_id, [loss]) there. If "
         "it is meant to end there, send the tensor without its graph: tensor.detach().",
         LostGradientWarning,
-        stacklevel=2,
+        stacklevel=_level_of_program(),
     )
+
+
+def _level_of_program() -> int:
+    """The ``stacklevel`` for the caller of this function that names the program's line: the one that called torch."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_LIBRARIES):
+        if frame.f_back is None:
+            return 2  # a thread of torch's
+        level, frame = level + 1, frame.f_back
+    return level
