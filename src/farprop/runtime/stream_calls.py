@@ -6,7 +6,8 @@ lost worker fails them as it fails calls. ``Consumer`` decides how many pulls ar
 - One thread or task at a time takes items. Any thread may close the stream.
 - Whatever ends the iteration other than the end of the items, also an interrupt, closes the stream.
 - Closing does not wait: a thread of the pool tells the callee, once.
-- In a thread with an asyncio loop nothing waits: what might is done on a thread of the pool.
+- In a thread with an asyncio loop nothing waits: what might is done on a thread of the pool, one for each worker that
+  is called, however many streams there are.
 """
 
 from __future__ import annotations
@@ -65,12 +66,44 @@ class StreamCalls:
         self.collected: deque[StreamWatch] = deque()  # noted by C code, too: an interrupt may end a finaliser
         self._numbers = itertools.count(1)
         self._watches: dict[int, StreamWatch] = {}  # of the streams that the program has
+        self._later: dict[
+            str, deque[tuple[Future, Callable[[], None]]]
+        ] = {}  # calls that a thread will send, by worker
+        self._lock = make_lock("stream_senders")
+        self._sending: set[str] = set()  # workers that a thread sends calls to
 
     def new(self, to: str, function: Any, timeout: float | None, window: int) -> StreamCall:
         """A stream of a worker's function; ``timeout`` is in seconds for each item, or None."""
         if self.collected:
             self.services.submit(self.close_collected)
         return StreamCall(self, to, next(self._numbers), function, timeout, window)
+
+    def send_later(self, worker: str, future: Future, send: Callable[[], None]) -> None:
+        """Have a thread of the pool send a call, which may have to wait for a connection, or for room on it."""
+        self._later.setdefault(worker, deque()).append((future, send))
+        self.services.submit(self._send_to, worker)
+
+    def _send_to(self, worker: str) -> None:
+        """On a thread of the pool: send what waits to be sent to a worker, unless another thread does."""
+        later = self._later[worker]
+        with self._lock:
+            if worker in self._sending:
+                return  # it looks again before it ends
+            self._sending.add(worker)
+        while True:
+            with self._lock:
+                if not later:
+                    self._sending.discard(worker)
+                    return
+                waiting = [later.popleft() for _ in range(len(later))]
+            try:
+                self.peers.connect(worker)
+            except Exception as error:
+                for future, _ in waiting:
+                    future.set_exception(error)
+                continue
+            for _, send in waiting:
+                send()
 
     def watch(self, stream: object, call: StreamCall) -> StreamWatch:
         """Close a stream when the program's object for it is collected."""
@@ -296,7 +329,8 @@ class StreamCall:
                 self._send(future, method, args, kwargs)
             else:
                 variables, modes = contextvars.copy_context(), (torch.is_grad_enabled(), Autocast.here())
-                self._calls.services.submit(variables.run, self._send_later, modes, future, method, args, kwargs)
+                send = partial(variables.run, self._send_later, modes, future, method, args, kwargs)
+                self._calls.send_later(self.worker, future, send)
         finally:
             current_context.reset(outer)
 
@@ -322,10 +356,16 @@ class StreamCall:
         """Send it in the modes of the thread that iterates."""
         is_grad_enabled, autocast = modes
         try:
+            if self.is_closed:
+                raise UsageError(
+                    f"The stream of {self.function} from {self.worker} was closed."
+                )  # nobody wants to know
             with torch.set_grad_enabled(is_grad_enabled), autocast.on():
                 self._send(future, method, args, kwargs)
         except Exception as error:
             future.set_exception(error)
+        if self.is_closed:
+            self._tell()  # whoever closed it may not have had the connection
 
     # Errors
 
@@ -375,13 +415,13 @@ class StreamCall:
 
     def _tell(self) -> None:
         """On a thread of the pool: have the callee close the generator."""
+        connection = self._calls.peers.connections.get(self.worker)
+        if connection is None or connection is not (self._connection or connection):
+            return  # it has closed it when the connection was lost, or it is not open yet
         with self._lock:
             if self._has_told:
                 return
             self._has_told = True
-        connection = self._calls.peers.connections.get(self.worker)
-        if connection is None or connection is not (self._connection or connection):
-            return  # it has closed it when the connection was lost
         with suppress(FarpropError):
             self._calls.call_async(
                 self.worker, Method.STREAM_CLOSE, (self.number,), {}, _CLOSE_SECONDS, Future(), SYSTEM
