@@ -17,7 +17,14 @@ import torch
 
 import farprop.autograd as autograd
 import farprop.rpc as rpc
-from farprop.errors import ConnectionLostError, GatherError, OverloadedError, RpcTimeoutError, UsageError
+from farprop.errors import (
+    CallCancelledError,
+    ConnectionLostError,
+    GatherError,
+    OverloadedError,
+    RpcTimeoutError,
+    UsageError,
+)
 from farprop.runtime import chunk_sender, parcels
 from farprop.runtime.agent_registry import current_agent
 from farprop.transport.shared_copies import SharedCopies
@@ -399,6 +406,43 @@ def _scribble_everywhere(size: int) -> None:
         assert found == {name: (name, [0.0, 1.0]) for name in names}
     assert rpc.gather(rpc.broadcast(names, _scribbled)) == dict.fromkeys(names, (0.0, 1.0))
     rpc.gather(rpc.broadcast(names, _forget))
+
+
+@pytest.mark.one_transport
+def test_nothing_stays_of_calls_that_end_while_their_arguments_are_on_the_way(hosts: Hosts) -> None:
+    with cluster(5, hosts.environments([0, 1, 1, 2, 2])) as job:
+        for rank in range(5):
+            job.run(rank, _greet_all, 5)
+        for timeout in (0.0, 0.3):
+            job.signal(1, signal.SIGSTOP)  # the relay: all others wait for what it should bring
+            job.run(0, _end_early, timeout)
+            job.signal(1, signal.SIGCONT)
+            for rank in range(1, 5):
+                job.run(rank, _wait_for_nothing)
+                if rank > 1 or not timeout:  # the time of a worker that has stopped begins when it goes on
+                    assert job.run(rank, f.noted) == []
+                job.run(rank, _forget)
+
+
+def _end_early(timeout: float) -> None:
+    """Make calls that wait for their arguments, and end them: by a timeout, or without one by ``cancel``."""
+    futures = rpc.broadcast([f"worker{rank}" for rank in range(1, 5)], _note_sum, (torch.ones(LARGE),), None, timeout)
+    if not timeout:
+        for rank in range(2, 5):
+            rpc.rpc_sync(f"worker{rank}", _wait_for_a_held_request)
+        for future in futures.values():
+            assert future.cancel()
+    for future in futures.values():
+        with pytest.raises((CallCancelledError, RpcTimeoutError)):
+            future.wait()
+
+
+def _wait_for_a_held_request() -> None:
+    wait_until(lambda: current_agent().parcels.held())
+
+
+def _wait_for_nothing() -> None:
+    wait_until(_has_nothing)
 
 
 @pytest.mark.one_transport

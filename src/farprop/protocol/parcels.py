@@ -243,6 +243,7 @@ class Arrivals(Generic[_Request]):
     def __init__(self) -> None:
         self._here: dict[ParcelId, int] = {}  # how many requests will still need it
         self._held: dict[ParcelId, list[_Request]] = {}
+        self._withdrawn: OrderedDict[ParcelId, int] = OrderedDict()  # how many requests did not wait for it
         self._over: OrderedDict[ParcelId, None] = OrderedDict()
 
     def arrived(self, parcel: ParcelId, uses: int) -> list[_Request] | None:
@@ -254,7 +255,7 @@ class Arrivals(Generic[_Request]):
         if parcel in self._here or parcel in self._over:
             return None
         held = self._held.pop(parcel, [])
-        self._note(parcel, uses - len(held))
+        self._note(parcel, uses - len(held) - self._withdrawn.pop(parcel, 0))
         return held
 
     def request(self, parcel: ParcelId, request: _Request) -> bool | None:
@@ -280,11 +281,16 @@ class Arrivals(Generic[_Request]):
         held.remove(request)
         if not held:
             del self._held[parcel]
+        # It is one of the uses that the parcel comes with: nobody else will take it.
+        self._withdrawn[parcel] = self._withdrawn.pop(parcel, 0) + 1
+        if len(self._withdrawn) > _REMEMBERED:
+            self._withdrawn.popitem(last=False)
         return True
 
     def drop(self, parcel: ParcelId) -> list[_Request]:
         """Forget a parcel; returns the requests that waited for it, which will never run."""
         self._note(parcel, 0)
+        self._withdrawn.pop(parcel, None)
         return self._held.pop(parcel, [])
 
     def of_caller(self, caller: int) -> list[ParcelId]:
@@ -293,6 +299,11 @@ class Arrivals(Generic[_Request]):
 
     def is_here(self, parcel: ParcelId) -> bool:
         return parcel in self._here
+
+    @property
+    def holds(self) -> bool:
+        """Whether requests wait."""
+        return bool(self._held)
 
     def held(self) -> list[_Request]:
         """All requests that wait."""

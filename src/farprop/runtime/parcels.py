@@ -187,12 +187,29 @@ class Parcels:
         if withdrawn:
             self._give_up([request])
 
+    def cancel(self, connection: Connection, call_id: int) -> None:
+        """The caller has cancelled a call. If it waits for its parcel, it is refused now: the parcel may never come."""
+        with self._lock:
+            for request in self._arrivals.held():
+                if request.connection is connection and request.message.call_id == call_id:
+                    break
+            else:
+                return
+            number = next(part.number for part in request.message.buffers if type(part) is ParcelPart)
+            self._arrivals.withdraw(ParcelId(connection.rank, number), request)
+        self._give_up([request])
+
     def _give_up(self, requests: Sequence[HeldRequest]) -> None:
         for request in requests:
             if request.timer is not None:
                 request.timer.cancel()
             _refuse(request.message)
             self.accept(request.connection, request.message, 0.0)
+
+    @property
+    def holds_requests(self) -> bool:
+        """Whether requests wait for parcels."""
+        return self._arrivals.holds
 
     def held(self) -> list[tuple[Connection, Message, float]]:
         """The requests that wait for parcels, for inspection."""

@@ -297,10 +297,14 @@ class Server:
                 self._refuse(connection, message, error)
 
     def _cancel(self, connection: Connection, call_id: int) -> None:
-        """The caller has cancelled a call. What waits for its turn finds that out when it is run."""
+        """The caller has cancelled a call. What waits for its turn finds that out when it is run, what waits for its
+        parcel at once.
+        """
         stop = connection.served.cancel(call_id)
         if stop is not None:
             self._threads.submit(stop)  # it may run callbacks of the program
+        if self.parcels.holds_requests:
+            self._threads.submit(self.parcels.cancel, connection, call_id)
         try:
             connection.send(Message(b"", [], kind=NOTICE))  # wakes a thread of the caller's that waits in the kernel
         except ConnectionLostError:
