@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -406,6 +407,22 @@ def _scribble_everywhere(size: int) -> None:
         assert found == {name: (name, [0.0, 1.0]) for name in names}
     assert rpc.gather(rpc.broadcast(names, _scribbled)) == dict.fromkeys(names, (0.0, 1.0))
     rpc.gather(rpc.broadcast(names, _forget))
+
+
+@pytest.mark.one_transport
+def test_those_behind_a_host_that_vanishes_get_their_calls_soon(hosts: Hosts) -> None:
+    # The parcel goes from worker1 to worker2, and from there to worker3.
+    with cluster(4, hosts.environments([0, 1, 2, 0], FARPROP_TRANSPORT="tcp")) as job:
+        for rank in range(4):
+            job.run(rank, _greet_each_other)
+        job.signal(2, signal.SIGSTOP)
+        began = time.monotonic()
+        job.run(0, _start_broadcast, 60.0, 60.0)
+        hosts.cut(2)
+        job.run(0, _fails, "worker2", ConnectionLostError)
+        assert job.run(0, _result, "worker3") == LARGE
+        assert time.monotonic() - began < 15  # dialling the lost host takes 20 s
+        job.kill(2)
 
 
 @pytest.mark.one_transport

@@ -47,6 +47,9 @@ class _Services:
     def call_at(self, when: float, callback: Callable[[], None]) -> _Handle:
         return _Handle()
 
+    def is_connected(self, rank: int) -> bool:
+        return True
+
     def send_method(self, rank: int, method: Method, message: Any, call: Any, system: bool) -> None:
         self.sent.append((rank, method))
         self.on_send(method)

@@ -29,6 +29,8 @@ class Network(Protocol):
 
     dialect: Dialect
 
+    def is_connected(self, rank: int) -> bool: ...
+
     def send_method(self, rank: int, method: Method, message: Message, call: FutureCall, system: bool) -> None: ...
 
     def submit(self, function: Callable[..., Any], *args: Any) -> None: ...
@@ -59,6 +61,10 @@ def drop(network: Network, parcel: ParcelId, rank: int) -> None:
         if error is not None:
             _log.debug("rank %d does not hear that a parcel does not come: %s", rank, error)
 
+    if not network.is_connected(rank):
+        # It has dropped what came from here when the connection was lost. To dial it would take as long as a host that
+        # has vanished is waited for, and so long those behind it would get nothing.
+        return
     try:
         network.send_method(rank, Method.PARCEL_DROP, message_of(parcel), CallbackCall(None, log), system=True)
     except FarpropError as error:

@@ -264,6 +264,11 @@ class Peers:
             record.on_answer(answer)
             return answer
 
+    def is_connected(self, rank: int) -> bool:
+        """Whether there is a connection to this worker that is not lost."""
+        connection = self.by_rank.get(rank)
+        return connection is not None and not connection.lost
+
     def is_ready(self, rank: int) -> bool:
         """Whether a call to this worker would be sent without dialling or waiting."""
         connection = self.by_rank.get(rank)

@@ -46,6 +46,7 @@ class WorkerServices:
         """Set the parts whose constructors need this object."""
         self._references = references
         self.connect = peers.connect
+        self.is_connected = peers.is_connected
         self.is_ready = peers.is_ready
         self.send_method = peers.send_method
         self.call_method = peers.call_method
