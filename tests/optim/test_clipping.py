@@ -92,6 +92,8 @@ def _not_finite() -> None:
         assert not clip_grad_norm_(context_id, far.references, 1.0).isfinite()
         with pytest.raises(TypeError, match=r"params_rref\[0\] should be an RRef"):
             clip_grad_norm_(context_id, [torch.ones(1)], 1.0)  # type: ignore[list-item]
+        with pytest.raises(UsageError, match=r"max_norm is a norm, which is 0 or more, and not -1\.0"):
+            clip_grad_norm_(context_id, far.references, -1.0)
     with pytest.raises(UsageError, match="It has ended"):
         clip_grad_norm_(context_id, far.references, 1.0)
 

@@ -131,3 +131,37 @@ def _wrong_use() -> None:
 
 def test_wrong_use_and_optimizers_of_one_process(workers: Cluster) -> None:
     workers.run(0, _wrong_use)
+
+
+class Half(Part):
+    """Its parameters are float16, which can't be scaled."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.w, self.b = (nn.Parameter(parameter.detach().half()) for parameter in self.parameters())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.half()).float()
+
+
+def _gradient(context_id: int, reference: Any) -> Tensor:
+    return dist_autograd.get_gradients(context_id)[reference.local_value()]
+
+
+def _fails_on_one_worker() -> None:
+    far, half = Far(), rpc.remote("worker2", Half, (7,))
+    optimizer = DistributedOptimizer(optim.SGD, [*far.references, *half.rpc_sync().references()], lr=0.1)
+    scaler = GradScaler("cpu", SCALE)
+    with dist_autograd.context() as context_id:
+        loss = far.loss(inputs(1)[0]) + half.rpc_sync().forward(inputs(1)[0]).sum()
+        dist_autograd.backward(context_id, [scaler.scale(loss)])
+        before = [rpc.rpc_sync(one.owner(), _gradient, (context_id, one)) for one in far.references]
+        for _ in range(2):
+            with pytest.raises(UsageError, match="float16"):
+                scaler.unscale_(optimizer, context_id)
+            after = [rpc.rpc_sync(one.owner(), _gradient, (context_id, one)) for one in far.references]
+            assert_same(after, before)
+
+
+def test_an_error_on_one_worker_leaves_all_gradients_scaled(workers: Cluster) -> None:
+    workers.run(0, _fails_on_one_worker)

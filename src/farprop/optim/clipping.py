@@ -44,12 +44,15 @@ def clip_grad_norm_(
         The norm before clipping.
 
     Raises:
-        UsageError: There is no such context, or the norm is not finite and ``error_if_nonfinite`` is set.
+        UsageError: There is no such context, ``max_norm`` is negative, or the norm is not finite and
+            ``error_if_nonfinite`` is set.
         TypeError: An element of ``params_rref`` is not an ``RRef``.
 
     Example:
         ``clip_grad_norm_(context_id, model.remote_parameters(), 1.0)``, between ``backward`` and ``step``
     """
+    if max_norm < 0:  # workers would refuse the factor, and this one would hear of it later
+        raise UsageError(f"max_norm is a norm, which is 0 or more, and not {float(max_norm)}.")
     ids = [context_id] if isinstance(context_id, int) else list(context_id)
     contexts = [dist_autograd._retrieve_context(each) for each in ids]
     parameters = [params_rref] if isinstance(params_rref, RRef) else list(params_rref)

@@ -52,7 +52,9 @@ class GradScaler(torch.amp.GradScaler):
         state = self._ready(optimizer, context_ids, "unscale_")
         if state["stage"] is OptState.UNSCALED:
             raise UsageError("unscale_() has already been called on this optimizer since the last update().")
-        answers = call_all(optimizer._shards, "unscale", list(context_ids), self._inverse())
+        # Asked first, so that an error of one worker does not leave gradients of the others divided.
+        answers = call_all(optimizer._shards, "are_finite", list(context_ids))
+        call_all(optimizer._shards, "unscale", list(context_ids), self._inverse())
         state["stage"] = OptState.UNSCALED
         self._note(state, all(answers))
 

@@ -132,11 +132,9 @@ class _LocalOptimizer:
         return agent.parameter_guard.use_versions().step_of(parameters, _patience(agent))
 
     @expose
-    def unscale(self, context_ids: list[int], by: float) -> bool:
-        """Multiply the gradients by ``by`` in each context; returns whether all of them were finite."""
-        are_good = self.are_finite(context_ids)
+    def unscale(self, context_ids: list[int], by: float) -> None:
+        """Multiply the gradients by ``by`` in each context."""
         scale(context_ids, self._local_params, by)
-        return are_good
 
     @expose
     def are_finite(self, context_ids: list[int]) -> bool:
