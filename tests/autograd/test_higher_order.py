@@ -288,6 +288,34 @@ def test_products_with_inputs_on_every_worker(workers: Cluster) -> None:
     workers.run(0, _products)
 
 
+def _wrong_vectors() -> None:
+    x = torch.ones(4, requires_grad=True)
+    reference = rpc.remote("worker1", torch.ones, args=(4,), kwargs={"requires_grad": True})
+    with autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", _times_local, args=(_cube(x), reference)).sum()
+        # Shapes that torch could broadcast: the product would be that with another vector.
+        for vector in (torch.ones(2, 4), torch.ones(1), torch.ones(())):
+            for item in (x, reference):
+                with pytest.raises(UsageError, match=r"A vector has the shape \(.*\), and its input has \(4,\)"):
+                    autograd.hvp(context_id, loss, item, vector)
+                with pytest.raises(UsageError, match=r"A vector has the shape \(.*\), and its input has \(4,\)"):
+                    autograd.jvp(context_id, loss, item, vector)
+        with pytest.raises(UsageError, match=r"A vector has the shape \(3,\)"):
+            autograd.hvp(context_id, loss, x, rpc.remote("worker1", torch.ones, args=(3,)))
+        with pytest.raises(TypeError, match="and not int"):
+            autograd.hvp(context_id, loss, [x], [2])  # type: ignore[list-item]
+        (product,) = autograd.hvp(context_id, loss, x, torch.full((4,), 2.0))
+        torch.testing.assert_close(product, torch.full((4,), 12.0))
+
+
+def _times_local(x: Tensor, other: rpc.RRef[Tensor]) -> Tensor:
+    return x * other.local_value()
+
+
+def test_vectors_of_another_shape_are_refused(workers: Cluster) -> None:
+    workers.run(0, _wrong_vectors)
+
+
 # Transforms of torch's
 
 
@@ -407,3 +435,4 @@ def _deadly(x: Tensor) -> Tensor:
 def test_a_worker_that_dies_in_a_pass_through_a_recorded_one() -> None:
     with cluster(3, check=False) as job:
         job.run(0, _dies_in_the_second_pass)
+        job.wait(2)

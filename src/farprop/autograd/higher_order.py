@@ -108,7 +108,8 @@ def hvp(
 
     Raises:
         TypeError: An argument has the wrong type.
-        UsageError: As :func:`grad`; or the output does not depend on an input.
+        UsageError: As :func:`grad`; or the output does not depend on an input, or a vector has another shape than its
+            input.
         BackwardError: A backward function or hook raised on another worker, or can't be differentiated twice.
         ConnectionLostError: A worker is gone.
         RpcTimeoutError: A pass took longer than its timeout.
@@ -156,7 +157,7 @@ def jvp(
 
     Raises:
         TypeError: An argument has the wrong type.
-        UsageError: As :func:`grad`; or no output depends on an input.
+        UsageError: As :func:`grad`; or no output depends on an input, or a vector has another shape than its input.
         BackwardError: A backward function or hook raised on another worker, or can't be differentiated twice.
         ConnectionLostError: A worker is gone.
         RpcTimeoutError: A pass took longer than its timeout.
@@ -183,7 +184,23 @@ def _vectors(inputs: Any, vectors: Any) -> list[Input]:
     count = 1 if isinstance(inputs, Tensor | RRef) else len(inputs)
     if not isinstance(given, list | tuple) or len(given) != count:
         raise TypeError(f"There must be a vector for each of the {count} inputs, in a list.")
+    for item, vector in zip([inputs] if isinstance(inputs, Tensor | RRef) else inputs, given, strict=True):
+        if not isinstance(vector, Tensor | RRef):
+            raise TypeError(f"A vector is a tensor of its input's shape, or an RRef, and not {type(vector).__name__}.")
+        if isinstance(item, Tensor) and isinstance(vector, Tensor):  # the others are compared where they meet
+            _check_shape(vector, item)
     return list(given)
+
+
+def _check_shape(vector: Tensor, item: Tensor) -> None:
+    """Of another shape it may be broadcast, and the product would be that with other numbers."""
+    if vector.shape != item.shape:
+        raise UsageError(f"A vector has the shape {tuple(vector.shape)}, and its input has {tuple(item.shape)}.")
+
+
+def _product(gradient: Tensor, vector: Tensor) -> Tensor:
+    _check_shape(vector, gradient)
+    return (gradient * vector).sum()
 
 
 def _products(context_id: int, gradients: Sequence[Result], vectors: Sequence[Input]) -> list[Tensor]:
@@ -198,7 +215,7 @@ def _products(context_id: int, gradients: Sequence[Result], vectors: Sequence[In
                     made.append(rpc_async(gradient.owner_name(), _dot, args=(gradient, vector)))
                 else:
                     assert gradient is not None
-                    made.append((gradient * (vector.to_here() if isinstance(vector, RRef) else vector)).sum())
+                    made.append(_product(gradient, vector.to_here() if isinstance(vector, RRef) else vector))
             products = [product if isinstance(product, Tensor) else product.wait() for product in made]
     finally:
         current_context.reset(outer)
@@ -324,8 +341,7 @@ def _take(context_id: int, origin: int, number: int) -> list[RRef[Tensor] | None
 
 
 def _dot(gradient: RRef[Tensor], vector: Input) -> Tensor:
-    value, other = gradient.local_value(), vector.local_value() if isinstance(vector, RRef) else vector
-    return (value * other).sum()
+    return _product(gradient.local_value(), vector.local_value() if isinstance(vector, RRef) else vector)
 
 
 def _zeros_like(rref: RRef[Tensor]) -> Tensor:
