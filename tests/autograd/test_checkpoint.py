@@ -277,6 +277,34 @@ def test_references_and_failed_calls_are_made_once(workers: Cluster) -> None:
     workers.run(0, _references)
 
 
+def _random_sin(x: torch.Tensor) -> torch.Tensor:
+    ran.append("random")
+    return torch.rand(x.shape).sin()
+
+
+def _without_a_context(reentrant: bool) -> None:
+    x = _input()
+    drawn: list[torch.Tensor] = []
+
+    def region(z: torch.Tensor) -> torch.Tensor:
+        drawn.append(rpc.rpc_sync("worker1", _random_sin, (z.detach(),)))
+        return torch.sin(z * drawn[-1])
+
+    y = checkpoint(region, x, use_reentrant=reentrant)
+    y.sum().backward(retain_graph=True)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, drawn[0] * torch.cos(x.detach() * drawn[0]))
+    y.sum().backward()  # the function runs a third time
+    torch.testing.assert_close(x.grad, 2 * drawn[0] * torch.cos(x.detach() * drawn[0]))
+    assert len(drawn) == 3
+    assert rpc.rpc_sync("worker1", take_ran) == ["random"]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_calls_are_made_once_outside_of_a_context_too(workers: Cluster, reentrant: bool) -> None:
+    workers.run(0, _without_a_context, reentrant)
+
+
 def _sin_and_reference(x: torch.Tensor) -> torch.Tensor:
     """Makes a reference in a region: the region keeps it, and the graph keeps the region."""
     rpc.remote("worker2", torch.ones, (2,))
@@ -439,7 +467,7 @@ def test_a_second_run_that_makes_other_calls_is_an_error(workers: Cluster) -> No
 
 
 def _unwatched() -> None:
-    """Local checkpoints outside of contexts are torch's alone, and a region that failed leaves nothing behind."""
+    """Local checkpoints outside of contexts are as torch's, and a region that failed leaves nothing behind."""
     with dist_autograd.context(), pytest.raises(ZeroDivisionError):
         checkpoint(lambda z: z / (1 // 0), _input(), use_reentrant=False)
     x = _input()

@@ -252,11 +252,36 @@ def _run_again(
         current_region.set(outer)
 
 
+def _noting_calls(function: Any, preserve_rng_state: bool) -> Callable[..., Any]:
+    """The function for torch's own reentrant kind, which runs it once without a graph, and again in each pass."""
+    outcomes: list[Outcome] = []
+    again = partial(_run_again, function, outcomes, versions, preserve_rng_state)
+    is_first = True
+
+    def run(*args: Any) -> Any:
+        global is_used
+        nonlocal is_first
+        if not is_first:
+            return again(*args)
+        is_first, is_used = False, True
+        outer = current_region.get()
+        current_region.set(Region(outer, outcomes, is_first=True, keeps_random_state=preserve_rng_state))
+        try:
+            return function(*args)
+        finally:
+            current_region.set(outer)
+
+    return run
+
+
 def _apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
     """The reentrant kind."""
+    runs_again = torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
     if current_context.get() is None:
+        if runs_again and agent_registry.installed is not None:
+            function = _noting_calls(function, preserve_rng_state)
         return _their_apply(function, preserve_rng_state, *args)
-    if not torch.is_grad_enabled() or not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+    if not runs_again:
         # As there: no gradient comes out of it, not even for parameters.
         with torch.no_grad():
             return function(*args)
