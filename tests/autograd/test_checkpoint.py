@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,7 @@ WEIGHT = torch.linspace(0.5, 1.5, 6, dtype=torch.float64).requires_grad_()
 ran: list[str] = []
 masks: list[torch.Tensor] = []
 alive: list[weakref.ref[torch.Tensor]] = []
+gates: dict[str, threading.Event] = {}
 
 
 def take_ran() -> list[str]:
@@ -303,6 +305,55 @@ def _without_a_context(reentrant: bool) -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_calls_are_made_once_outside_of_a_context_too(workers: Cluster, reentrant: bool) -> None:
     workers.run(0, _without_a_context, reentrant)
+
+
+def _sin_after(x: torch.Tensor, name: str) -> torch.Tensor:
+    """The sine, once the caller has opened the gate of this name, if there is one."""
+    if name:
+        assert gates.setdefault(name, threading.Event()).wait(30)
+    return torch.sin(x)
+
+
+def _open(name: str) -> None:
+    gates.setdefault(name, threading.Event()).set()
+
+
+def _callbacks(reentrant: bool, is_late: bool) -> None:
+    """A callback of a future runs on the thread that completes the future, or at once if that is done."""
+    ran_here: list[str] = []
+
+    def finish(future: Any) -> torch.Tensor:
+        ran_here.append("callback")
+        value = future.wait().sin() * 2
+        return value if is_late else dropout(value)  # on this thread, so that the order is known
+
+    def region(z: torch.Tensor) -> torch.Tensor:
+        name = f"late {reentrant} {len(ran_here)}" if is_late else ""
+        future = rpc.rpc_async("worker1", _sin_after, (z * z, name))
+        if not is_late:
+            future.wait()
+        done = future.then(finish).then(lambda other: other.wait().cos())
+        if is_late:
+            rpc.rpc_sync("worker1", _open, (name,))
+        y = dropout(done.wait().exp())
+        return rpc.rpc_sync("worker1", torch.cos, (y,)) * z
+
+    found = []
+    for is_checkpointed in (False, True):
+        with dist_autograd.context() as context_id:
+            x = _input()
+            torch.manual_seed(0)
+            y = checkpoint(region, x, use_reentrant=reentrant) if is_checkpointed else region(x)
+            dist_autograd.backward(context_id, [y.sum()])
+            found.append((y.detach(), dist_autograd.get_gradients(context_id)[x]))
+    torch.testing.assert_close(found[1], found[0])
+    assert ran_here == ["callback"] * 2
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_callbacks_of_futures(workers: Cluster, reentrant: bool, is_late: bool) -> None:
+    workers.run(0, _callbacks, reentrant, is_late)
 
 
 def _sin_and_reference(x: torch.Tensor) -> torch.Tensor:

@@ -117,7 +117,7 @@ class Region:
         self.outer = outer
         self.is_first = is_first
         self._outcomes = outcomes
-        self._keeps_random_state = keeps_random_state
+        self.keeps_random_state = keeps_random_state
         self._next = 0
 
     def next_call(self, label: str) -> tuple[Outcome, bool]:
@@ -163,7 +163,7 @@ class Region:
             outcome.fail(error)
             raise
         finally:
-            if self._keeps_random_state:
+            if self.keeps_random_state:
                 outcome.keep_random_state()
 
 
@@ -191,6 +191,23 @@ def region_here() -> Region | None:
     """The region whose calls this thread has to note or replay."""
     region = current_region.get()
     return None if region is MAKING else region
+
+
+def run_outside(function: Callable[..., _T], *args: Any) -> _T:
+    """Run a callback of a future, which the first run of a region has added. Perhaps the thread that completes the
+    future runs it, where torch's checkpoint does not see what it saves. So it is never part of the region.
+    """
+    region = current_region.get()
+    current_region.set(None)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+            return function(*args)
+    finally:
+        current_region.set(region)
+
+
+def _itself(saved: torch.Tensor) -> torch.Tensor:
+    return saved
 
 
 def run_as_region(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

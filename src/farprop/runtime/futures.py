@@ -17,7 +17,9 @@ import torch
 from farprop._torch import set_unwrap_function, wait
 from farprop.errors import CallCancelledError, renewed, without_frames
 from farprop.protocol.waits import seconds_text
+from farprop.runtime import checkpoint_regions
 from farprop.runtime.autograd.contexts import Context, current_context
+from farprop.runtime.checkpoint_regions import Outcome, region_here, run_outside
 from farprop.runtime.dynamo_disable import uncompiled
 from farprop.runtime.loop_inbox import running_inbox
 from farprop.runtime.recorder import A_FUTURE, recorder
@@ -144,10 +146,26 @@ class Future(torch.futures.Future[_T]):
         self.set_exception(error)
 
     def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
-        """Like torch's, but the callback runs in the current autograd context of this thread."""
+        """Like torch's, but the callback runs in the current autograd context of this thread.
+
+        In a checkpointed function it runs once, and its result is kept, as that of a call.
+        """
         self._has_callbacks = True
         context = current_context.get()
-        return super().then(callback if context is None else partial(_run_in, context, callback))
+        if context is not None:
+            callback = partial(_run_in, context, callback)
+        if not checkpoint_regions.is_used or (region := region_here()) is None:
+            return super().then(callback)
+        outcome, is_there = region.next_call("a callback of a future")
+        made: Future[Any] = Future()
+        if is_there:
+            outcome.complete(made)
+            return made
+        outcome.pending = made
+        super().then(partial(_complete_once, made, outcome, callback))
+        if made.done() and region.keeps_random_state:  # the callback may have drawn some on this thread
+            outcome.keep_random_state()
+        return made
 
     def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
         if getattr(callback, "__module__", None) == "asyncio.tasks":
@@ -157,6 +175,8 @@ class Future(torch.futures.Future[_T]):
                 "asyncio.gather, as_completed and wait_for take futures as they are."
             )
         self._has_callbacks = True
+        if checkpoint_regions.is_used and region_here() is not None:
+            callback = partial(run_outside, callback)
         super().add_done_callback(callback)
 
     def on_call_ended(self) -> None:
@@ -240,6 +260,16 @@ def _run_in(context: Context, callback: Callable[[Any], Any], future: Any) -> An
         return callback(future)
     finally:
         current_context.reset(outer)
+
+
+def _complete_once(made: Future[Any], outcome: Outcome, callback: Callable[[Any], Any], future: Any) -> None:
+    """Run a callback in the first run of a checkpointed function; others get the same result."""
+    try:
+        result = outcome.kept_value(run_outside, callback, future)
+    except Exception as error:
+        made.set_exception(error)
+    else:
+        made.set_result(result)
 
 
 def _raise_renewed(error: Exception) -> None:
