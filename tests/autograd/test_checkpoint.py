@@ -350,6 +350,23 @@ def _callbacks(reentrant: bool, is_late: bool) -> None:
     assert ran_here == ["callback"] * 2
 
 
+def _changed_after_a_callback() -> None:
+    def region(z: torch.Tensor) -> torch.Tensor:
+        future = rpc.rpc_async("worker1", _sin_after, (z, ""))
+        future.wait()
+        y = future.then(lambda done: done.wait().exp()).wait()
+        return y.mul_(2)  # the gradient of exp() needs its result
+
+    with dist_autograd.context() as context_id:
+        y = checkpoint(region, _input(), use_reentrant=False)
+        with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+            dist_autograd.backward(context_id, [y.sum()])
+
+
+def test_what_a_callback_has_saved_must_not_change(workers: Cluster) -> None:
+    workers.run(0, _changed_after_a_callback)
+
+
 @pytest.mark.parametrize("is_late", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_callbacks_of_futures(workers: Cluster, reentrant: bool, is_late: bool) -> None:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from farprop._torch import CheckpointFunction, checkpoint, checkpoint_generator, tree_map
+from farprop._torch import CheckpointFunction, checkpoint, checkpoint_generator, tree_map, version_of
 from farprop.errors import UsageError, renewed, without_frames
 from farprop.runtime import agent_registry
 from farprop.runtime.autograd.contexts import current_context
@@ -200,14 +200,28 @@ def run_outside(function: Callable[..., _T], *args: Any) -> _T:
     region = current_region.get()
     current_region.set(None)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+        with torch.autograd.graph.saved_tensors_hooks(_with_version, _unchanged):
             return function(*args)
     finally:
         current_region.set(region)
 
 
-def _itself(saved: torch.Tensor) -> torch.Tensor:
-    return saved
+def _with_version(saved: torch.Tensor) -> tuple[torch.Tensor, int | None]:
+    return saved, None if saved.is_inference() else version_of(saved)
+
+
+def _unchanged(packed: tuple[torch.Tensor, int | None]) -> torch.Tensor:
+    check_version(*packed, "a tensor that a callback of a future has used")
+    return packed[0]
+
+
+def check_version(saved: torch.Tensor, version: int | None, what: str) -> None:
+    """Raise torch's error if a tensor was changed after a graph had saved it. With hooks torch does not check this."""
+    if version is not None and version_of(saved) != version:
+        raise RuntimeError(
+            f"{what}, [{saved.type()} {list(saved.shape)}], which the backward pass needs, has been modified by an "
+            f"inplace operation: it is at version {version_of(saved)}; expected version {version}."
+        )
 
 
 def run_as_region(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

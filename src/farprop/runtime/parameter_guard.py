@@ -252,14 +252,8 @@ class _Saved:
 
 
 def _unpack(saved: _Saved) -> torch.Tensor:
-    # With hooks of its own torch does not check this.
-    if saved.version is not None and version_of(saved.tensor) != saved.version:
-        what = "a parameter that a step of another kind has changed" if saved.is_parameter else "a tensor"
-        which = f"{what}, [{saved.tensor.type()} {list(saved.tensor.shape)}]"
-        raise RuntimeError(
-            f"{which}, which the backward pass needs, has been modified by an inplace operation: it is at version "
-            f"{version_of(saved.tensor)}; expected version {saved.version}."
-        )
+    what = "a parameter that a step of another kind has changed" if saved.is_parameter else "a tensor"
+    checkpoint_regions.check_version(saved.tensor, saved.version, what)
     return saved.tensor
 
 
