@@ -6,6 +6,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,8 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from farprop.cli.main import main
+from farprop.launch.run import _config
+from farprop.launch.signed_rendezvous import BACKEND, create_handler
 from tests.support.hosts import SECRET, Hosts
 
 COMMAND = [sys.executable, "-m", "farprop", "run"]
@@ -203,6 +208,20 @@ def test_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
     outputs = [launcher.communicate(timeout=SECONDS)[0] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0]
     assert sorted("".join(outputs).splitlines()) == ["worker0 | done 1.0", "worker1 | done 2.0"]
+
+
+def test_another_launcher_of_this_host_may_open_the_store_at_the_last_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launchers on one host both see that the port is free. One of them has to ask the other's store."""
+    monkeypatch.setenv("FARPROP_SECRET", SECRET)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = _config([f"--rdzv-backend={BACKEND}", "--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}"])
+    other = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    handler = create_handler(
+        RendezvousParameters(BACKEND, config.rdzv_endpoint, "job", 2, 2, None, **config.rdzv_configs)
+    )
+    assert not handler.is_closed()  # it has read the state
+    del other
 
 
 # Wrong usage

@@ -35,7 +35,7 @@ from farprop.errors import RendezvousError, UsageError
 from farprop.launch.failures import report
 from farprop.launch.output import Output
 from farprop.launch.script import LAUNCHER
-from farprop.launch.signed_rendezvous import BACKEND, create_handler
+from farprop.launch.signed_rendezvous import BACKEND, MAY_HOST, create_handler
 from farprop.rpc.launchers import DEFAULT_PORT
 from farprop.runtime.secret import check_settings
 from farprop.transport import sockets
@@ -83,8 +83,8 @@ def run(options: Sequence[str], program: Sequence[str], log_dir: str | None, col
                 code, said = report(error)
             except ElasticRendezvousError as error:
                 raise RendezvousError(
-                    f"The hosts of the job did not meet: {error}. Run the same command on each of them, with the same "
-                    "--nnodes and --rdzv-endpoint (or --master-addr, and another --node-rank)."
+                    f"The hosts of the job did not meet: {str(error).rstrip('.')}. Run the same command on each of "
+                    "them, with the same --nnodes and --rdzv-endpoint (or --master-addr, and another --node-rank)."
                 ) from error
             finally:
                 _kill_workers()  # those that were starting when a signal came
@@ -125,7 +125,7 @@ def _describe_host(arguments: argparse.Namespace) -> None:
 
     Torch finds both out by the host's name, which others may not be able to resolve, or which has several addresses.
     """
-    host, port = parse_rendezvous_endpoint(arguments.rdzv_endpoint, default_port=DEFAULT_PORT)
+    host, _ = parse_rendezvous_endpoint(arguments.rdzv_endpoint, default_port=DEFAULT_PORT)
     try:
         address = sockets.address_towards(host)
         is_own = socket.gethostbyname(host) == address
@@ -136,17 +136,8 @@ def _describe_host(arguments: argparse.Namespace) -> None:
     if arguments.local_addr is None and not ipaddress.ip_address(address).is_loopback:
         arguments.local_addr = address
     if "is_host" not in arguments.rdzv_conf:
-        # Another launcher of the job may run on this host.
-        found = f"is_host={int(is_own and not _is_taken(address, port))}"
+        found = f"{MAY_HOST}=1" if is_own else "is_host=0"
         arguments.rdzv_conf = ",".join(filter(None, [arguments.rdzv_conf, found]))
-
-
-def _is_taken(address: str, port: int) -> bool:
-    try:
-        socket.create_server((address, port)).close()
-    except OSError:
-        return True
-    return False
 
 
 def _set_secret(nodes: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 LAUNCH = "launch"  # the plane of these signatures
 BACKEND = "farprop"
+MAY_HOST = "may_host"  # for the rendezvous' configuration: the endpoint is at this host
 _NAME = "state"
 
 
@@ -31,7 +32,7 @@ def create_handler(parameters: Any) -> Any:
         UsageError: there is no secret.
     """
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-    from torch.distributed.elastic.rendezvous.api import RendezvousStateError
+    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 
     from farprop.config import Settings
@@ -68,5 +69,15 @@ def create_handler(parameters: Any) -> Any:
                 f"who else can reach {parameters.endpoint}?"
             ) from error
 
-    backend, store = create_backend(parameters)
+    def _backend() -> tuple[Any, Any]:
+        if parameters.get_as_bool(MAY_HOST):
+            # Another launcher of the job may run on this host, and open the store at any moment: only to try tells.
+            try:
+                parameters.config["is_host"] = "1"
+                return create_backend(parameters)
+            except RendezvousConnectionError:
+                parameters.config["is_host"] = "0"
+        return create_backend(parameters)
+
+    backend, store = _backend()
     return dynamic_rendezvous.create_handler(store, Signed(backend), parameters)
