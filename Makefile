@@ -6,6 +6,7 @@ SECONDS ?= 600
 JOBS ?= 3
 RUN := .venv/bin/python
 READY := .venv/.installed
+DEMO_READY := .venv/.installed-for-demo
 
 # Programs that tests start would compile farprop anew each time.
 unexport PYTHONDONTWRITEBYTECODE
@@ -15,7 +16,8 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo | test [T=path] [JOBS=3] | test-fast | docs | interrupts [ONLY=program] | chaos [ONLY=kind] [SEED=n] [MINUTES=10] | lint | format | bench | bench-hosts | bench-scaling | bench-peers | clients | clusters | conformance [ONLY=Class] [REQUIRED=1] | sim | fuzz [SECONDS=600] [TARGET=name] | dashboard-assets | screenshots | clean"
 
-demo: $(READY)
+# It needs less than the tests do. Where all is installed, that will do.
+demo: $(if $(wildcard $(READY)),$(READY),$(DEMO_READY))
 	@$(RUN) examples/demo.py
 
 # Most tests wait more than they compute. A path is run in one process.
@@ -101,6 +103,12 @@ clean:
 $(READY): pyproject.toml constraints.txt | .venv/bin/python
 	@echo "Installing into .venv; this happens once, and takes a while."
 	@$(RUN) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# Without bytecode, which takes most of the time, and of which the demo needs little.
+$(DEMO_READY): pyproject.toml constraints.txt | .venv/bin/python
+	@echo "Installing into .venv; this happens once, and takes a while."
+	@$(RUN) -m pip install -qq --disable-pip-version-check --no-compile $(PIP_ARGS) -c constraints.txt -e '.[demo]'
 	@touch $@
 
 .venv/bin/python:
