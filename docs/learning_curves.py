@@ -30,8 +30,8 @@ def draw_curve(panel: Panel, points: Points, level: float, meaning: str) -> None
 def draw_parameter_server() -> Drawing:
     found = re.findall(r"(worker\d) \| step +\d+  after +(\S+) s  loss (\S+)", printed("parameter_server"))
     drawing = Drawing(920, 380, "The losses of three trainers, which don't wait for each other, fall together")
-    panel = Panel(drawing, (80, 60, 800, 250), "Loss of each trainer", (0, 10), (0, 2), "{:.1f}")
-    panel.label_x(range(0, 11, 2), "seconds")
+    panel = Panel(drawing, (80, 60, 800, 250), "Loss of each trainer", (0, 1), (0, 2), "{:.1f}")
+    panel.label_x([0, 0.2, 0.4, 0.6, 0.8, 1], "seconds")
     kinds = dict(zip(["worker1", "worker2", "worker3"], ["cool", "warm", "green"], strict=True))
     legend(drawing, 560, 32, kinds)
     for name, kind in kinds.items():
