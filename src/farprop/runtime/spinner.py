@@ -25,7 +25,9 @@ from collections.abc import Callable
 CROWDED_SECONDS = 400e-6
 _LEAST_SECONDS = 100e-6
 _PREEMPTED_SECONDS = 250e-6  # a look that takes longer was interrupted by other work
-_FIRST_REST_SECONDS = 0.01  # without spinning, after that
+_LOST_SECONDS = 500e-6  # one that takes longer has cost more than a thread that sleeps loses
+_BACK_OFF_SECONDS = 0.01
+_CALM_SECONDS = 0.005  # of spinning, after which a machine does not count as busy any more
 _LONGEST_REST_SECONDS = 0.64
 _LONG_SECONDS = 0.004  # longer waits count as this one, so that a worker that was idle spins again after a few messages
 _LEARNING = 0.25
@@ -44,16 +46,17 @@ class Activity:
     """What all spinners of a process have to know.
 
     ``running`` threads of the pool run something, and don't wait. ``spin_seconds`` is for how long a thread may spin; 0
-    for not at all. With a single core no thread spins, and until ``rests_until`` none does.
+    for not at all. With a single core no thread spins. Until ``rests_until`` none does, and until ``brief_until`` only
+    for a moment.
     """
 
-    __slots__ = ("_rest", "rests_until", "running", "spin_seconds")
+    __slots__ = ("_busy_until", "_rest", "brief_until", "rests_until", "running", "spin_seconds")
 
     def __init__(self) -> None:
         self.running = 0
         self.spin_seconds = 0.0
-        self.rests_until = 0.0
-        self._rest = _FIRST_REST_SECONDS
+        self.brief_until = self.rests_until = self._busy_until = 0.0
+        self._rest = _BACK_OFF_SECONDS
         self.set_limit(CROWDED_SECONDS, CROWDED)
 
     def set_limit(self, seconds: float, workers: int) -> None:
@@ -61,11 +64,15 @@ class Activity:
         cores = len(os.sched_getaffinity(0))
         self.spin_seconds = 0.0 if cores < 2 else seconds if workers <= cores else min(seconds, CROWDED_SECONDS)
 
-    def on_preempted(self, now: float) -> None:
-        """Other work has had the core of a thread that spun. The sooner it happens again, the longer the next rest."""
-        again = now - self.rests_until < 4 * self._rest
-        self._rest = min(2 * self._rest, _LONGEST_REST_SECONDS) if again else _FIRST_REST_SECONDS
-        self.rests_until = now + self._rest
+    def on_preempted(self, now: float, lost: float) -> None:
+        """Other work has had the core of a thread that spun. If that goes on, all threads rest, longer and longer."""
+        if now > self._busy_until:
+            self._rest = _BACK_OFF_SECONDS
+        elif lost > _LOST_SECONDS:
+            self._rest = min(2 * self._rest, _LONGEST_REST_SECONDS)
+            self.rests_until = now + self._rest
+        self.brief_until = max(now + _BACK_OFF_SECONDS, self.rests_until)
+        self._busy_until = self.brief_until + _CALM_SECONDS
 
 
 class Spinner:
@@ -86,7 +93,10 @@ class Spinner:
         looked = began = _now()
         if began < activity.rests_until:
             return poll(0)
-        end = began + min(limit, 2 * self._expected + _LEAST_SECONDS)
+        if began < activity.brief_until:
+            end = began + _LEAST_SECONDS
+        else:
+            end = began + min(limit, 2 * self._expected + _LEAST_SECONDS)
         while True:
             events = poll(0)
             if events:
@@ -99,7 +109,7 @@ class Spinner:
             now = _now()
             self._spun = now - began
             if now - looked > _PREEMPTED_SECONDS:
-                activity.on_preempted(now)
+                activity.on_preempted(now, now - looked)
                 return events
             if now > end:
                 return events
