@@ -52,6 +52,11 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 3))
 
 
+# Torch's DDP, until the process ends. It joins Gloo's thread when it is destroyed, while it holds the interpreter's
+# lock, and that thread may need the lock to let go of the last callback of a hook.
+_kept: list[Any] = []
+
+
 def like_torch(rank: int, size: int, name: str) -> None:
     with default_group("gloo", rank, size):
         wrapped = []
@@ -62,6 +67,7 @@ def like_torch(rank: int, size: int, name: str) -> None:
                 ddp._check_comm_hook = lambda hook: None  # torch allows bf16 only on NCCL
             ddp.register_comm_hook(state, hook)
             wrapped.append(ddp)
+        _kept.append(wrapped)
         for number in range(5):
             for ddp in wrapped:
                 ddp.zero_grad()
