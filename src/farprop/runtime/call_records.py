@@ -141,11 +141,14 @@ class CallRecord:
         except Exception:
             recorder.drop_tracer()
 
-    def on_sent(self, callee: str, number: int, serves: Any) -> None:
-        """It has a number now, and was sent. ``serves`` is the ``PendingReply`` that this thread works on, or None."""
+    def on_sending(self, callee: str, number: int, serves: Any) -> None:
+        """It is sent next. ``serves`` is the ``PendingReply`` that this thread works on, or None."""
         self._callee, self._number = callee, number
         if serves is not None:
             self._parent = serves.connection.peer, serves.call_id
+
+    def on_sent(self) -> None:
+        """It was sent. Another thread may have its answer already."""
         self.sent = _now()
 
     def on_answer(self, answer: Message) -> None:
@@ -161,10 +164,12 @@ class CallRecord:
 
     def end(self, error: BaseException | None) -> None:
         """It has ended, with this error or with its value. A second time does nothing."""
+        was_sent = self.sent or self.answered
         span, self._span = self._span, None
         if span is not None:
-            _end_span(span, "", self._callee, self._number, OK if error is None else type(error).__name__)
-        if self._told or not self._number:  # without a number it was not sent
+            number = self._number if was_sent else 0
+            _end_span(span, "", self._callee, number, OK if error is None else type(error).__name__)
+        if self._told or not was_sent:
             return
         self._told = True
         self._ended = _now()
@@ -175,7 +180,8 @@ class CallRecord:
 
     def event(self) -> ClientCall:
         ended = self._ended
-        return self._event(self._callee, self._number, self.sent, self.answered or ended, ended, self._outcome)
+        sent = self.sent or self.answered
+        return self._event(self._callee, self._number, sent, self.answered or ended, ended, self._outcome)
 
     def unfinished(self, callee: str, number: int, ended: float) -> ClientCall:
         """The event of a call that had no answer at this time. It may go on meanwhile."""

@@ -364,12 +364,14 @@ class ClientConnection(AnswerReader):
         if _log.isEnabledFor(_DEBUG):
             text = "%s: sends call %d to %s (rank %d): %s"
             _log.debug(text, self._own_label, call_id, self.peer, self.rank, shown_name(message.name))
+        record = message.record
+        if record is not None:
+            record.on_sending(self.peer, call_id, self._threads.serving.get(_get_ident()) or coroutine_of.get())
         try:
             self._connection.send(message, more)
             message.sent = True
-            if message.record is not None:
-                serves = self._threads.serving.get(_get_ident()) or coroutine_of.get()
-                message.record.on_sent(self.peer, call_id, serves)
+            if record is not None:
+                record.on_sent()
         except ConnectionLostError as error:
             # The callee can't have read all of it.
             with self._lock:
