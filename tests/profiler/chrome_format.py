@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
+
 _ROUNDING = 0.002  # microseconds: times are written in nanoseconds
 Event = dict[str, Any]
 
@@ -89,20 +91,34 @@ def _arrows(by_phase: dict[str, list[Event]]) -> list[Arrow]:
     threads: dict[tuple[int, int], list[Event]] = defaultdict(list)
     for event in by_phase["X"]:
         threads[event["pid"], event["tid"]].append(event)
+    looked_at = {thread: _Thread(slices) for thread, slices in threads.items()}
     found = []
     for identity, start in starts.items():
         end = ends[identity]
         assert start["name"] == end["name"]
-        found.append(Arrow(start["name"], _around(threads, start), _around(threads, end), start["ts"], end["ts"]))
+        found.append(Arrow(start["name"], _around(looked_at, start), _around(looked_at, end), start["ts"], end["ts"]))
     return found
 
 
-def _around(threads: dict[tuple[int, int], list[Event]], point: Event) -> Event:
+class _Thread:
+    """The slices of a thread. There are thousands, and as many arrows."""
+
+    def __init__(self, slices: list[Event]) -> None:
+        self._slices = slices
+        self._begin = numpy.array([one["ts"] for one in slices]) - _ROUNDING
+        self._end = numpy.array([_end(one) for one in slices]) + _ROUNDING
+        self._length = numpy.array([one["dur"] for one in slices])
+
+    def innermost(self, time: float) -> Event | None:
+        around = numpy.flatnonzero((self._begin <= time) & (time <= self._end))
+        return self._slices[around[self._length[around].argmin()]] if len(around) else None
+
+
+def _around(threads: dict[tuple[int, int], _Thread], point: Event) -> Event:
     """The innermost slice at an end of an arrow."""
-    slices = threads[point["pid"], point["tid"]]
-    found = [one for one in slices if one["ts"] - _ROUNDING <= point["ts"] <= _end(one) + _ROUNDING]
-    assert found, f"the end of an arrow that lies in no slice: {point}"
-    return min(found, key=lambda one: one["dur"])
+    found = threads[point["pid"], point["tid"]].innermost(point["ts"])
+    assert found is not None, f"the end of an arrow that lies in no slice: {point}"
+    return found
 
 
 def _end(event: Event) -> float:
