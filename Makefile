@@ -11,10 +11,10 @@ DEMO_READY := .venv/.installed-for-demo
 # Programs that tests start would compile farprop anew each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast docs interrupts chaos bench bench-hosts bench-scaling bench-peers clients clusters conformance sim fuzz dashboard-assets screenshots lint format clean
+.PHONY: help demo test test-failed test-fast docs interrupts chaos bench bench-hosts bench-scaling bench-peers clients clusters conformance sim fuzz dashboard-assets screenshots lint format clean
 
 help:
-	@echo "make demo | test [T=path] [JOBS=3] | test-fast | docs | interrupts [ONLY=program] | chaos [ONLY=kind] [SEED=n] [MINUTES=10] | lint | format | bench | bench-hosts | bench-scaling | bench-peers | clients | clusters | conformance [ONLY=Class] [REQUIRED=1] | sim | fuzz [SECONDS=600] [TARGET=name] | dashboard-assets | screenshots | clean"
+	@echo "make demo | test [T=path] [JOBS=3] | test-failed | test-fast | docs | interrupts [ONLY=program] | chaos [ONLY=kind] [SEED=n] [MINUTES=10] | lint | format | bench | bench-hosts | bench-scaling | bench-peers | clients | clusters | conformance [ONLY=Class] [REQUIRED=1] | sim | fuzz [SECONDS=600] [TARGET=name] | dashboard-assets | screenshots | clean"
 
 # It needs less than the tests do. Where all is installed, that will do.
 demo: $(if $(wildcard $(READY)),$(READY),$(DEMO_READY))
@@ -23,6 +23,10 @@ demo: $(if $(wildcard $(READY)),$(READY),$(DEMO_READY))
 # Most tests wait more than they compute. A path is run in one process.
 test: $(READY)
 	@$(RUN) -m pytest --durations=25 $(if $(T),$(T),--numprocesses=$(JOBS) --dist=worksteal)
+
+# The tests that have failed in the last run, in one process.
+test-failed: $(READY)
+	@$(RUN) -m pytest --last-failed --last-failed-no-failures=none
 
 # For while you write: the unit tests, and a few of each kind with real workers (tests/fast.txt). Under two minutes.
 test-fast: $(READY)
