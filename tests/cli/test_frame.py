@@ -84,3 +84,11 @@ def test_error_is_a_line_and_with_debug_a_stack_trace(
 def test_wrong_usage(command: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command) == USAGE
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], ["--debug"]])
+def test_no_command_shows_the_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == USAGE
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "look into a running job:" in shown.err

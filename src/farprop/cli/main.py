@@ -65,7 +65,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"farprop {__version__}")
     parser.add_argument("--debug", action="store_true", help="stack traces of errors, and messages of libraries below")
-    commands = parser.add_subparsers(prog="farprop", metavar="COMMAND", required=True, help=argparse.SUPPRESS)
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(prog="farprop", metavar="COMMAND", help=argparse.SUPPRESS)
     texts = []
     for title, modules in _SECTIONS.items():
         section = _Section(commands)
@@ -85,7 +86,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    arguments = make_parser().parse_args(argv)
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.run is None:
+        parser.print_help(sys.stderr)
+        return USAGE
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()
