@@ -169,7 +169,6 @@ class Agent:
             self.peers,
             self.membership,
             self.services,
-            self.parcels,
             self._copies,
             self._dialer.is_near,
             most_bytes,

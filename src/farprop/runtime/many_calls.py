@@ -35,7 +35,6 @@ from farprop.runtime.chunk_sender import CHUNK_BYTES, ChunkSender, chunks_of, dr
 from farprop.runtime.client_connection import ClientConnection
 from farprop.runtime.futures import Future
 from farprop.runtime.membership import Membership
-from farprop.runtime.parcels import Parcels
 from farprop.runtime.peers import Peers
 from farprop.runtime.recorder import recorder
 from farprop.runtime.services import WorkerServices
@@ -202,7 +201,6 @@ class ManyCalls:
         peers: Peers,
         membership: Membership,
         services: WorkerServices,
-        parcels: Parcels,
         copies: SharedCopies,
         is_near: Callable[[Entry], bool],
         most_bytes: int,
@@ -212,7 +210,6 @@ class ManyCalls:
         self._peers = peers
         self._membership = membership
         self._services = services
-        self._parcels = parcels
         self._copies = copies
         self._is_near = is_near
         self._most_bytes = most_bytes
